@@ -1,4 +1,6 @@
-"""The JAX executor: one step as one XLA program, for TPUs and whatever else XLA compiles to."""
+"""The JAX executor: one step is one XLA program, for TPUs and any other device that XLA
+supports.
+"""
 
 from forerun.executors.jax.draft_models.assistant import JaxAssistantModel
 from forerun.executors.jax.draft_models.block_model import JaxBlockModel

@@ -1,4 +1,6 @@
-"""JaxExecutor: the executor contract on XLA; programs are compiled at start-up, then only run."""
+"""JaxExecutor: the Executor interface on XLA; programs are compiled at start-up and then only
+run.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -58,25 +60,24 @@ from forerun.speculative.tree import NodeMasks, TreeBatch, full_size
 from forerun.types import Bools, Floats, Ints
 
 TIMED_NODES = 7
-"""Draft tokens of a row in the measurement of costs (forerun.build.calibration), at least; steps of
-more rows are compiled later, and steps that run correct what they are expected to cost.
+"""The least draft tokens of a row when costs are measured (forerun.build.calibration); steps of
+more rows are compiled later, and measured steps correct their expected cost.
 """
 
 
 class JaxExecutor(Executor):
-    """A target in JAX, on any device that XLA compiles for.
+    """A target in JAX, on any device that XLA supports.
 
-    A row's tokens do not depend on the other rows as far as rounding allows: products of other
-    shapes may differ in the last bits. Tokens equal the other executors' in float32 but for near
-    ties.
+    A row's tokens are independent of the other rows except for rounding: products of other shapes
+    may differ in the last bits. In float32 tokens equal the other executors' except for near ties.
 
     Raises ConfigError for an unknown dtype, limits that are not the model's, or shards that the
-    model or the machine does not have; MemoryPlanError if weights, cache and the largest round
-    do not fit. All before anything is allocated.
+    model or the machine does not have; MemoryPlanError if weights, cache and the largest round do
+    not fit. All before anything is allocated.
 
     tables   shape [K,W] of a row's page tables in programs (inputs.py): pages of the longest
              sequence
-    windows  the pages that layers with a window hold; None: they keep every page
+    windows  the window pages of sliding-window layers; None: they keep every page
     """
 
     name = "jax"
@@ -130,7 +131,9 @@ class JaxExecutor(Executor):
             self._programs.keep_state(*self._within)
 
     def warm_up(self, draft: DraftShape, progress: Callable[[str, int, int], None]) -> None:
-        """Compile what any step with such drafts runs; sets `buckets`. See Executor."""
+        """Compile the programs that any step with such drafts runs; sets `buckets`. See
+        Executor.
+        """
         nodes = min(max(draft.nodes, TIMED_NODES) if draft.nodes else 0, self._options.draft_nodes)
         draft = self._within_rounds(draft)
         self._buckets, self._grown = Buckets.of(self.limits, nodes), draft
@@ -140,7 +143,7 @@ class JaxExecutor(Executor):
         self.programs.warm_up(self._buckets, draft, cores(), report)
 
     def warm_up_rest(self) -> None:
-        """Compile in a thread what only some steps run; see Executor."""
+        """Compile, in a thread, the programs that only some steps run; see Executor."""
         self.programs.compile_rest()
 
     # --- beside a draft network --------------------------------------------------------------
@@ -151,8 +154,8 @@ class JaxExecutor(Executor):
         return self._buckets
 
     def page_tables(self, pages: Ints) -> Ints:
-        """Return int32[R,K,W], what programs get of rows with these pages int32[R,W] of the
-        engine.
+        """Return int32[R,K,W], the page tables in programs for rows with the engine's pages
+        int32[R,W].
         """
         return page_tables(pages, self.tables[1])
 
@@ -169,10 +172,10 @@ class JaxExecutor(Executor):
     def attach(
         self, network: DraftNetwork | BlockNetwork, load: Callable[[], Params]
     ) -> dict[str, int]:
-        """Bind a draft network: `load` its weights, allocate its arrays, drop compiled programs;
-        from the next step on the target's features are kept for it, and rounds draft with it, level
-        by level. Returns what it takes: draft_weight_bytes and draft_cache_bytes, all devices
-        together. Raises MemoryPlanError, before it loads anything, if that does not fit.
+        """Attach a draft network: `load` its weights, allocate its arrays, drop compiled programs.
+        From the next step on the target's features are stored for it, and rounds draft with it,
+        level by level. Returns draft_weight_bytes and draft_cache_bytes, of all devices together.
+        Raises MemoryPlanError, before it loads anything, if these do not fit.
         """
         sizes, sharding = network.sizes, self.decoder.sharding
         shape, item = self._shape.drafting(sizes, self.limits), self.dtype.itemsize
@@ -191,17 +194,16 @@ class JaxExecutor(Executor):
         return {f"{part}_bytes": count for part, count in taken.items()}
 
     def _within_rounds(self, draft: DraftShape) -> DraftShape:
-        """Return the shape without width and depth if rounds cannot grow such trees."""
+        """Return the shape without width and depth if rounds cannot build such trees."""
         block = 0 if self._network is None else self._network.sizes.block
         if self._network is None or not draft.full(block > 0):
             return DraftShape(draft.nodes)
         return draft._replace(depth=min(draft.depth, block or draft.depth))
 
     def _drafting(self, plan: Plan, decided: Bools) -> Drafted | None:
-        """Return what this step drafts: for rows that a round decides from one known token.
-
-        Grows trees of the size compiled at start-up if the width matches; a request for fewer
-        levels cuts them.
+        """Return the drafts of this step: for rows that a round decides from one known token.
+        Builds trees of the size compiled at start-up if the width matches; if fewer levels are
+        requested, they are cut.
         """
         network, request = self._network, plan.on_device_draft
         if request is None or network is None:
@@ -229,8 +231,8 @@ class JaxExecutor(Executor):
         return self._programs
 
     def open(self, slot_init: SlotInit) -> None:
-        """Bind a sequence to its slot. EngineError: it is open, a token is out of range, or where
-        layers are recurrent the state of its cached tokens was not kept.
+        """Bind a sequence to its slot. Raises EngineError if the slot is open, a token is out of
+        range, or with recurrent layers there is no state of its cached tokens.
         """
         if self._states is not None:
             self._states.open(slot_init, self.programs)
@@ -239,14 +241,16 @@ class JaxExecutor(Executor):
     def reusable_prefix_len(
         self, tokens: Ints, salt: bytes = b"", pages: Ints | None = None
     ) -> int:
-        """Return how many of the cached tokens int32[n] a sequence may continue behind: all, or if
-        layers are recurrent, those up to the last checkpoint of a text of this salt.
+        """Return the number of the cached tokens int32[n] after which a sequence can continue: all,
+        or with recurrent layers those up to the last checkpoint of a text of this salt.
         """
         states = self._states
         return len(tokens) if states is None else states.book.reusable_prefix_len(tokens, salt)
 
     def copy_page(self, source: int, target: int) -> bool:
-        """Copy a page of target and draft; False where layers are recurrent or give pages back."""
+        """Copy a page of target and draft; returns False if layers are recurrent or have window
+        pages.
+        """
         if self._states is not None or self.windows is not None:
             return False
         size = self.limits.page_size
@@ -256,15 +260,15 @@ class JaxExecutor(Executor):
         return True
 
     def close(self, slot: int) -> None:
-        """Forget the slot's sequence, if it has one."""
+        """Discard the slot's sequence, if it has one."""
         self._sampler.close(slot)
         if self._states is not None:
             self._states.close(slot)
 
     def begin(self, plan: Plan, trees: TreeBatch, masks: NodeMasks | None = None) -> JaxRound:
-        """Dispatch the step; waits for nothing. Rounds with a row under a grammar begin with
-        `finish`, which brings its masks. Raises EngineError if the plan is too large or a
-        position has no page.
+        """Dispatch the step without waiting. Rounds with a row under a grammar are dispatched by
+        `finish`, which has its masks. Raises EngineError if the plan is too large or a position has
+        no page.
         """
         count = len(trees.tokens)
         if count > self.limits.max_nodes:
@@ -297,7 +301,7 @@ class JaxExecutor(Executor):
         return self._begun(round)
 
     def begin_after(self, running: Round, plan: Plan, ends: Ints) -> JaxRound | None:
-        """Begin a step on what the running one leaves; None if no one round can."""
+        """Begin a step on the results of the running one; None if no single round can."""
         width, levels = self._within
         depth = np.minimum(plan.max_depth, levels).tolist()
         bounds = zip(plan.max_nodes.tolist(), depth, strict=True)
@@ -333,7 +337,7 @@ class JaxExecutor(Executor):
         return round
 
     def _temperatures(self, slots: Ints, edits: EditsByRow) -> Floats:
-        """Return float32[B], the temperatures at which programs choose."""
+        """Return float32[B], the temperatures with which programs choose."""
         choosing = self._sampler.choosing
         found: Floats = np.where(choosing.on_device[slots], choosing.temperature[slots], 0)
         for row, (sampling, _) in edits.items():
@@ -342,11 +346,11 @@ class JaxExecutor(Executor):
 
     @property
     def _within(self) -> tuple[int, int]:
-        """Width and levels of the trees that rounds grow; 0 if they grow none."""
+        """Width and levels of the trees that rounds build; 0 if they build none."""
         return self._grown.width, self._grown.depth
 
     def _dispatch(self, round: JaxRound, cut: list[Batch], masks: NodeMasks | None = None) -> None:
-        """Begin some of a step's batches, in their order."""
+        """Dispatch some of a step's batches, in order."""
         choosing = self._sampler.choosing
         for batch in cut:
             given = packed(batch, round.plan, round.trees, choosing, round.rows, round.tables)
@@ -361,7 +365,7 @@ class JaxExecutor(Executor):
     def _round(
         self, round: JaxRound, batch: Batch, given: Ints, masks: NodeMasks | None = None
     ) -> None:
-        """Begin a round."""
+        """Dispatch a round."""
         size, shape = batch.size, self._within
         if round.drafted is not None:
             shape = round.drafted.width, round.drafted.levels
@@ -387,8 +391,8 @@ class JaxExecutor(Executor):
     def _began(
         self, plan: Plan, trees: TreeBatch, rows: Rows
     ) -> tuple[dict[int, list[int]], dict[int, int]]:
-        """Run what recurrent states have not passed yet, and reserve rows of states. Returns by row
-        where chunks end, and by slot what is reserved.
+        """Advance recurrent states to the plan's lengths, and reserve rows of states. Returns by
+        row where chunks end, and by slot the reserved rows.
         """
         if self._states is None:
             return {}, {}
@@ -403,8 +407,8 @@ class JaxExecutor(Executor):
         return cuts, self._reserved(plan, rows, plan.kv_len + np.diff(trees.start))
 
     def _reserved(self, plan: Plan, rows: Rows, reach: Ints) -> dict[int, int]:
-        """Reserve rows of states for a round that ends behind at most `reach` tokens, and have it
-        copy there.
+        """Reserve rows of states for a round that ends after at most `reach` tokens, and have it
+        copy its states there.
         """
         if self._states is None:
             return {}
@@ -413,7 +417,9 @@ class JaxExecutor(Executor):
         return reserved
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:
-        """Finish as `_finished`; where layers are recurrent, a step that fails leaves no state."""
+        """Finish as `_finished`; with recurrent layers, a step that fails invalidates the
+        states.
+        """
         assert isinstance(round, JaxRound)
         try:
             return self._finished(round, masks)
@@ -423,9 +429,9 @@ class JaxExecutor(Executor):
             raise
 
     def _finished(self, round: JaxRound, masks: NodeMasks | None) -> Outcome:
-        """Wait for the step, decide what programs left open, and return its Outcome. Logits are
-        copied to the host where rounding leaves a choice open or a long report is wanted. What the
-        host accepted is moved from scratch into pages.
+        """Wait for the step, decide the rows that programs left open, and return its Outcome.
+        Logits are copied to the host if rounding leaves a choice open or many log-probabilities are
+        requested. Keys and values that the host accepted are moved from scratch to pages.
         """
         if round.previous is not None:
             complete(round)

@@ -1,5 +1,5 @@
-"""The memory that an executor needs, and that is free on its device: before anything is
-allocated.
+"""The memory that an executor needs and the memory that is free on its device, computed before
+anything is allocated.
 """
 
 from typing import Any
@@ -32,10 +32,10 @@ def planned_bytes(
 
 
 def check_fits(parts: dict[str, int], device: Any, shards: int) -> None:
-    """Raise MemoryPlanError, with the parts and what to lower, if they exceed what is free now.
+    """Raise MemoryPlanError, with the parts and what to lower, if they exceed the free memory.
 
     parts   bytes by purpose, all devices together
-    device  one of `shards` like it
+    device  one of `shards` equal devices
     """
     free = _free_on(device, shards)
     if sum(parts.values()) > free:
@@ -48,8 +48,8 @@ def check_fits(parts: dict[str, int], device: Any, shards: int) -> None:
 
 
 def _free_on(device: Any, shards: int) -> int:
-    """Return the free bytes of so many devices like this one; the machine's if it does not report
-    them.
+    """Return the free bytes of `shards` devices like this one; the machine's if the device does not
+    report them.
     """
     known = device.memory_stats() or {}
     if "bytes_limit" not in known:
@@ -58,7 +58,7 @@ def _free_on(device: Any, shards: int) -> int:
 
 
 def free_bytes(platform: str | None, shards: int) -> int:
-    """Return the free bytes of `shards` devices of a platform (None = jax's own choice); the
-    machine's memory if the device does not report it. Raises ConfigError if jax has no such device.
+    """Return the free bytes of `shards` devices of a platform (None = JAX's own choice); the
+    machine's memory if the device does not report it. Raises ConfigError if JAX has no such device.
     """
     return _free_on(devices_of(platform)[0], shards)

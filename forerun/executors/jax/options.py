@@ -16,10 +16,10 @@ class JaxOptions:
     dtype        of matrices, activations, keys and values
     shards       devices that share every layer (tensor parallel)
     draft_nodes  most draft tokens of a row
-    stacked      layers that repeat, in a scan; None = if the device is not a CPU (weights.py)
-    platform     cpu or tpu: which of jax's devices; None = its own choice
+    stacked      run layers that repeat in a scan; None = unless the device is a CPU (weights.py)
+    platform     cpu or tpu: which of JAX's devices; None = its own choice
     cache_dir    folder for compiled programs, reused at the next start; None = none
-    overlap      let rounds begin from each other
+    overlap      whether rounds may begin before the previous one has finished
     """
 
     dtype: str = "float32"

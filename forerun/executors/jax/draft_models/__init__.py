@@ -1,1 +1,1 @@
-"""The DraftModel contract on programs."""
+"""The DraftModel interface implemented with compiled programs."""

@@ -29,10 +29,11 @@ from forerun.executors.jax.network.weights import Params, load_named, load_param
 
 
 class AssistantNetwork(NamedTuple):
-    """The DraftNetwork contract: layers that read the target's keys and values, all of a draft at
-    one position.
+    """A DraftNetwork whose layers read the target's keys and values, and whose draft tokens all
+    have one position.
 
-    decoder  its own layers; target: of which it borrows embedding, final norm and pages
+    decoder  its own layers
+    target   whose embedding, final norm and pages it uses
     """
 
     about: Assistant
@@ -41,8 +42,8 @@ class AssistantNetwork(NamedTuple):
 
     @property
     def sizes(self) -> NetworkSizes:
-        """Sizes of the arrays that the assistant keeps from step to step. It reads what the
-        target's last layer leaves.
+        """Sizes of the arrays that the assistant keeps between steps. It reads the target's last
+        residual stream.
         """
         arch, clusters = self.target.arch, self.about.clusters
         scored = None if clusters is None else clusters.top_k * clusters.tokens.shape[1]
@@ -60,20 +61,20 @@ class AssistantNetwork(NamedTuple):
 
     @property
     def fixed(self) -> tuple[Any, ...]:
-        """What its functions read of it; see DraftNetwork."""
+        """The values that its functions depend on; see DraftNetwork."""
         return self.decoder, self.target
 
     def enter(self, params: Params, features: Array) -> Array:
-        """Return the target's final norm of features [...,H], which are its stream after the last
-        layer.
+        """Return features [...,H], the target's residual stream after the last layer, after the
+        target's final norm.
         """
         return self.target.final_norm(params, features)
 
     def run(
         self, params: Params, tokens: Array, hidden: Array, position: Array, attend: Attend
     ) -> Ran:
-        """Run target ids tokens int32[R,N] beside hidden states [R,N,H], at `position` int32[R,N],
-        behind all that they see: with a window w, the last w + 1 of that.
+        """Run target ids tokens int32[R,N] with hidden states [R,N,H], at `position` int32[R,N],
+        after all positions that they attend to; with a window w to the last w + 1 of those.
         """
         weights, arch = params["draft"], self.decoder.arch
         embedded = self.target.sharding.put(self.target.embed(params, tokens), None, None, None)
@@ -94,7 +95,7 @@ class AssistantNetwork(NamedTuple):
         return Ran(read, product(read, weights["behind"]), nothing, nothing)
 
     def logits(self, params: Params, read: Array) -> Array:
-        """Return float32[n,Vd] from normed states [n,Hd]; of an ordered head -inf for tokens
+        """Return float32[n,Vd] from normalised states [n,Hd]; for an ordered head -inf for tokens
         outside of the best clusters.
         """
         weights, clusters = params["draft"], self.about.clusters

@@ -1,8 +1,7 @@
-"""A block drafter beside its target: the DraftModel contract on programs.
-
-Rounds store what was accepted and draft by themselves (block_drafting.py), unless there are more
-draft tokens than a full tree holds. The passes here are for the rest; a step that
-drafts with them is three dispatches and two copies.
+"""A block drafter next to its target: the DraftModel interface implemented with compiled programs.
+Rounds store the features of accepted tokens and draft by themselves (block_drafting.py), unless
+more draft tokens are requested than a full tree has. The passes here are for those cases; a step
+that drafts with them takes three dispatches and two copies.
 """
 
 from collections.abc import Sequence
@@ -32,8 +31,7 @@ from forerun.types import AnyArray, Ints
 
 
 class JaxBlockModel(BlockModelBase):
-    """DraftModel on XLA, on the devices and in the dtype of its target; whole on each device.
-
+    """DraftModel on XLA, on the devices and in the dtype of its target; copied to each device.
     Raises MemoryPlanError if it does not fit, EngineError if a block is larger than a step.
     """
 
@@ -47,13 +45,13 @@ class JaxBlockModel(BlockModelBase):
         )
 
     def extend(self, extension: DraftExtension, features: Features | None) -> Candidates:
-        """Write keys and values of the extension's features into the drafter's pages; dispatches
-        without waiting.
+        """Write keys and values of the extension's features to the drafter's pages. Does not wait
+        for the device.
 
         features  one row per token, of this executor
 
-        Returns no candidates. Raises EngineError for an unsound extension, or if candidates are
-        wanted.
+        Returns no candidates. Raises EngineError for an invalid extension, or if candidates are
+        requested.
         """
         check_extension(extension, self._limits)
         check_pages(extension, self._limits)
@@ -77,7 +75,7 @@ class JaxBlockModel(BlockModelBase):
 
     @property
     def rows_at_once(self) -> int:
-        """Most rows of a pass: as many as there are slots."""
+        """The most rows of a pass: as many as there are slots."""
         return self._executor.buckets.rows[-1]
 
     def propose(self, block: DraftBlock) -> Sequence[AnyArray]:

@@ -26,22 +26,24 @@ from forerun.executors.jax.network.weights import Params, load_params
 
 
 class DraftDecoder(NamedTuple):
-    """The DraftNetwork contract on a decoder, which reads tokens alone."""
+    """A DraftNetwork on a decoder, which reads tokens alone."""
 
     about: WholeDraft
     decoder: JaxDecoder
 
     @classmethod
     def of(cls, about: WholeDraft, sharding: Sharding) -> "DraftDecoder":
-        """Return the network of a draft checkpoint, divided over the target's devices if its
-        dimensions divide, else whole on each.
+        """Return the network of a draft checkpoint, sharded over the target's devices if its
+        dimensions are divisible, else copied to each.
         """
         arch = about.checkpoint.architecture
         return cls(about, JaxDecoder(arch, where_it_divides(arch, sharding)))
 
     @property
     def sizes(self) -> NetworkSizes:
-        """Sizes of the arrays that the draft model keeps from step to step beside the target's."""
+        """Sizes of the arrays that the draft model keeps between steps, in addition to the
+        target's.
+        """
         return NetworkSizes(
             features=(),
             width=0,
@@ -56,11 +58,11 @@ class DraftDecoder(NamedTuple):
 
     @property
     def fixed(self) -> tuple[Any, ...]:
-        """What its functions read of it; see DraftNetwork."""
+        """The values that its functions depend on; see DraftNetwork."""
         return (self.decoder,)
 
     def enter(self, params: Params, features: Array) -> Array:
-        """Return the features unchanged, [...,0]: a whole model reads nothing of the target."""
+        """Return the features unchanged, [...,0], since a whole model reads no features."""
         del params
         return features
 
@@ -68,9 +70,7 @@ class DraftDecoder(NamedTuple):
         self, params: Params, tokens: Array, hidden: Array, position: Array, attend: Attend
     ) -> Ran:
         """Run one pass over target ids tokens int32[R,N], mapped to its own ids, at `position`
-        int32[R,N].
-
-        Ran.read is [R,N,H] after the last layer; `hidden` is handed through unread.
+        int32[R,N]. Ran.read is [R,N,H] after the last layer; `hidden` is returned unchanged.
         """
         weights = params["draft"]
         own = jnp.take(weights["inputs"], tokens, mode="clip")
@@ -79,7 +79,7 @@ class DraftDecoder(NamedTuple):
         return Ran(ran.last, hidden, keys, values)
 
     def logits(self, params: Params, read: Array) -> Array:
-        """Return float32[n,Vd] from streams [n,H] after its last layer."""
+        """Return float32[n,Vd] from residual streams [n,H] after its last layer."""
         weights = params["draft"]
         if "rows" not in weights:
             return self.decoder.logits(weights, read)
@@ -87,11 +87,9 @@ class DraftDecoder(NamedTuple):
 
 
 def load_decoder(network: DraftDecoder, dtype: Any, stacked: bool) -> Params:
-    """Load params["draft"] of a whole draft model onto the devices, in `dtype`; `stacked` if its
-    layers are alike and may run in a scan.
-
-    Where not every token may be proposed, only the head's rows of those that may are kept. Raises
-    what reading the checkpoint raises (ModelError).
+    """Load params["draft"] of a whole draft model to the devices, in `dtype`; `stacked` if its
+    layers are alike and may run in a scan. If not every token may be proposed, only the head's rows
+    of those that may are kept. Raises ModelError if the checkpoint cannot be read.
     """
     about, sharding = network.about, network.decoder.sharding
     arch = network.decoder.arch

@@ -31,14 +31,14 @@ from forerun.networks.layer_spec import AttentionSpec
 
 
 class JaxEagleHead(NamedTuple):
-    """The DraftNetwork contract: a head's description, and the target's."""
+    """A DraftNetwork of a head's description, and the target's."""
 
     about: DraftHead
     target: JaxDecoder
 
     @property
     def sizes(self) -> NetworkSizes:
-        """Sizes of the arrays that the head keeps from step to step beside the target's."""
+        """Sizes of the arrays that the head keeps between steps, in addition to the target's."""
         about = self.about
         return NetworkSizes(
             features=about.features,
@@ -53,7 +53,7 @@ class JaxEagleHead(NamedTuple):
 
     @property
     def fixed(self) -> tuple[Any, ...]:
-        """What its functions read of it; see DraftNetwork."""
+        """The values that its functions depend on; see DraftNetwork."""
         return self.about, self.target
 
     @property
@@ -63,13 +63,13 @@ class JaxEagleHead(NamedTuple):
 
     @property
     def _by_heads(self) -> bool:
-        """Whether attention is cut over the shards."""
+        """Whether attention is sharded by head."""
         shards = self.target.sharding.shards
         return self.about.heads % shards == 0 and self.about.kv_heads % shards == 0
 
     def enter(self, params: Params, features: Array) -> Array:
-        """Return hidden states [...,H] from the target's features [...,F*H], F side by side:
-        EAGLE's fused projection (arXiv 2503.01840), or for eagle1 the target's final norm.
+        """Return hidden states [...,H] from the target's concatenated features [...,F*H]: by
+        EAGLE's fused projection (arXiv 2503.01840), or for EAGLE-1 by the target's final norm.
         """
         about, weights = self.about, params["draft"]
         if about.algorithm == "eagle1":
@@ -88,7 +88,7 @@ class JaxEagleHead(NamedTuple):
     def run(
         self, params: Params, tokens: Array, hidden: Array, position: Array, attend: Attend
     ) -> Ran:
-        """Run one draft step of target ids tokens int32[R,N] beside hidden states [R,N,H] at
+        """Run one draft step over target ids tokens int32[R,N] with hidden states [R,N,H] at
         position int32[R,N]: one decoder layer on both.
         """
         about, weights = self.about, params["draft"]
@@ -197,7 +197,7 @@ def _short(name: str) -> str:
 
 
 def _where(head: JaxEagleHead, name: str, dimensions: int) -> Any:
-    """Return the sharding of a parameter by its short name."""
+    """Return the sharding of a parameter with this short name."""
     about, sharding = head.about, head.target.sharding
     cut = {
         "lm_head": about.vocab % sharding.shards == 0,
@@ -210,7 +210,7 @@ def _where(head: JaxEagleHead, name: str, dimensions: int) -> Any:
 
 
 def _own_embedding(draft: DraftFile) -> Any:
-    """Return the head's embedding, if the target's is not as wide as the head."""
+    """Return the head's embedding if the target's is not as wide as the head, else None."""
     head, name = draft.head, "embed_tokens.weight"
     if head.hidden == head.target_hidden:
         return None

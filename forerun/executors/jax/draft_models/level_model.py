@@ -1,7 +1,7 @@
-"""A network that drafts level by level, beside its target: the DraftModel contract on programs.
-
-Rounds follow and draft by themselves (drafting.py). The passes here are for the rest: prompts,
-rows that the host decided, sequences that catch up, and trees below these.
+"""A network that drafts level by level next to its target: the DraftModel interface implemented
+with compiled programs. Rounds follow and draft by themselves (drafting.py). The passes here are for
+the other cases: prompts, rows that the host decided, sequences that catch up, and trees below
+these.
 """
 
 from collections.abc import Callable
@@ -42,13 +42,14 @@ from forerun.types import AnyArray, Ints
 
 
 class _Chains(NamedTuple):
-    """The nodes of an extension: its tokens' or, with roots, one more per row, or roots alone.
+    """The nodes of an extension: those of its tokens or, with roots, one more per row, or roots
+    alone.
 
     kv_len  int32[R] positions before them
     tokens  int32[n] target ids
-    start   int32[R+1] row r owns tokens start[r]:start[r+1]
+    start   int32[R+1] row r has tokens start[r]:start[r+1]
     stream  int32[n] rows of the streams that they read; zeros if they read none
-    scored  int32[s] nodes to return candidates of
+    scored  int32[s] nodes to return candidates for
     """
 
     kv_len: Ints
@@ -59,13 +60,13 @@ class _Chains(NamedTuple):
 
     @classmethod
     def of(cls, extension: DraftExtension, stream: Ints) -> "_Chains":
-        """Return the chains for a network that reads features, with the token after each."""
+        """Return the chains for a network that reads features, with the next token of each."""
         tokens = extension.next_tokens
         return cls(extension.kv_len, tokens, extension.start, stream, extension.scored)
 
     @classmethod
     def of_roots(cls, extension: DraftExtension, stream: Ints) -> "_Chains":
-        """Return the chains for a network that borrows the target's pages: roots alone. Raises
+        """Return the chains for a network that reads the target's pages: roots alone. Raises
         EngineError for one without a token before it.
         """
         roots = roots_of(extension)
@@ -75,11 +76,10 @@ class _Chains(NamedTuple):
 
 
 class JaxLevelModel(DraftModelBase):
-    """DraftModel on XLA, on the devices and in the dtype of its target.
+    """DraftModel on XLA, on the devices and in the dtype of its target. Raises MemoryPlanError if
+    it does not fit.
 
-    Raises MemoryPlanError if it does not fit.
-
-    load   called once it fits: params["draft"], on the devices
+    load   called after the memory check: returns params["draft"], on the devices
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class JaxLevelModel(DraftModelBase):
 
         features  one row per token; None for a network that reads tokens alone
 
-        Returns candidates [s,k] of the scored tokens; waits for these. Raises EngineError if the
-        extension or its features are not sound.
+        Returns candidates [s,k] for the scored tokens; waits for these. Raises EngineError if the
+        extension or its features are invalid.
         """
         check_extension(extension, self._limits)
         check_pages(extension, self._limits)
@@ -114,7 +114,7 @@ class JaxLevelModel(DraftModelBase):
     def _extend(
         self, extension: DraftExtension, chains: _Chains, size: Bucket, lines: list[Row]
     ) -> AnyArray:
-        """Run one dispatch of `extend`, packed."""
+        """Run one dispatch of `extend`. Returns packed candidates."""
         whole, views = blank(extend_shapes(size, self._executor.tables))
         for line, (row, nodes) in enumerate(lines):
             count, first = len(nodes), int(chains.start[row])
@@ -130,9 +130,7 @@ class JaxLevelModel(DraftModelBase):
         return whole
 
     def _chains(self, extension: DraftExtension, features: Features | None) -> _Chains:
-        """Return the chains with the rows of the streams that hold their features, if any are
-        read.
-        """
+        """Return the chains with the rows of the streams of their features, if any are read."""
         if self._sizes.runs_root:
             tokens, start, scored, _ = with_roots(extension)
             return _Chains(extension.kv_len, tokens, start, np.zeros_like(tokens), scored)
@@ -146,9 +144,8 @@ class JaxLevelModel(DraftModelBase):
         return chains
 
     def expand(self, level: DraftLevel) -> Candidates:
-        """Run one level of n draft tokens, at most `level_nodes` of a row in one dispatch.
-
-        Returns candidates [n,k]; waits for them. Raises EngineError if the level is not sound.
+        """Run one level of n draft tokens, at most `level_nodes` of a row in one dispatch. Returns
+        candidates [n,k]; waits for them. Raises EngineError if the level is invalid.
         """
         count = len(level.tokens)
         check_level(level, self._limits)
@@ -175,7 +172,7 @@ class JaxLevelModel(DraftModelBase):
     def _expand(
         self, level: DraftLevel, paths: list[Ints], size: Bucket, depth: int, lines: list[Row]
     ) -> AnyArray:
-        """Run one dispatch of `expand`, packed."""
+        """Run one dispatch of `expand`. Returns packed candidates."""
         whole, views = blank(expand_shapes(size, self._executor.tables, depth))
         own = [row for row, _ in lines]
         views["tables"][: len(own)] = self._executor.page_tables(level.pages[own])
@@ -192,7 +189,7 @@ class JaxLevelModel(DraftModelBase):
         return whole
 
     def _candidates(self, nodes: Ints, asked: int, first: int = 0) -> Candidates:
-        """Return candidates of nodes of the last pass, whose numbers begin at `first`."""
+        """Return candidates for nodes of the last pass, whose numbers begin at `first`."""
         vocab = self._sizes.vocab
         count = min(vocab, CANDIDATES if asked <= CANDIDATES else vocab)
         key = Key("candidates", Bucket(FEW, count))

@@ -36,15 +36,15 @@ from forerun.executors.jax.network.weights import Params, load_layer, load_named
 
 
 class PredictionHead(NamedTuple):
-    """The DraftNetwork contract: one prediction layer, applied again and again."""
+    """A DraftNetwork of one MTP layer, applied repeatedly."""
 
     about: PredictionLayers
     target: JaxDecoder
 
     @property
     def sizes(self) -> NetworkSizes:
-        """Sizes of the arrays that the layer keeps from step to step. It reads what the target's
-        last layer leaves.
+        """Sizes of the arrays that the layer keeps between steps. It reads the target's last
+        residual stream.
         """
         arch = self.target.arch
         return NetworkSizes(
@@ -60,23 +60,22 @@ class PredictionHead(NamedTuple):
 
     @property
     def fixed(self) -> tuple[Any, ...]:
-        """What its functions read of it; see DraftNetwork."""
+        """The values that its functions depend on; see DraftNetwork."""
         return self.about.architecture, self.about.zeroed, self.about.hidden_first, self.target
 
     def enter(self, params: Params, features: Array) -> Array:
-        """Return the target's final norm of features [...,H], which are its stream after the last
-        layer.
+        """Return features [...,H], the target's residual stream after the last layer, after the
+        target's final norm.
         """
         return self.target.final_norm(params, features)
 
     def run(
         self, params: Params, tokens: Array, hidden: Array, position: Array, attend: Attend
     ) -> Ran:
-        """Run one draft step (DeepSeek-V3, arXiv 2412.19437, section 2.2) of target ids tokens
-        int32[R,N] beside hidden states [R,N,H]: fuse both, one decoder layer, final norm.
-
-        The normed output is read and fed back; where `zeroed` is true the entry at position 0 has
-        an embedding of zeros.
+        """Run one draft step (DeepSeek-V3, arXiv 2412.19437, section 2.2) over target ids tokens
+        int32[R,N] with hidden states [R,N,H]: fuse both, one decoder layer, final norm. The
+        normalised output is the head's input and the feedback; where `zeroed` is true the entry at
+        position 0 has an embedding of zeros.
         """
         weights, eps = params["draft"], self.target.arch.norm_eps
         spec = self.about.architecture.layer_specs[0]
@@ -107,8 +106,8 @@ class PredictionHead(NamedTuple):
 
 
 def load_prediction(head: PredictionHead, dtype: Any) -> Params:
-    """Load params["draft"] of the first prediction layer onto the devices, matrices in `dtype`.
-    Raises what reading a tensor raises (ModelError).
+    """Load params["draft"] of the first MTP layer to the devices, matrices in `dtype`. Raises
+    ModelError if a tensor cannot be read.
     """
     draft, sharding = head.about, head.target.sharding
     own = {

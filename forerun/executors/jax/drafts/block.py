@@ -35,14 +35,14 @@ from forerun.networks.layer_spec import AttentionSpec
 
 
 class BlockNetwork(NamedTuple):
-    """The fixed parts of a drafter: its description, and the target's."""
+    """The constants of a block drafter: its description, and the target's."""
 
     about: BlockHead
     target: JaxDecoder
 
     @property
     def sizes(self) -> NetworkSizes:
-        """Sizes of the arrays that the drafter keeps from step to step beside the target's."""
+        """Sizes of the arrays that the drafter keeps between steps, in addition to the target's."""
         about = self.about
         return NetworkSizes(
             features=about.features,
@@ -59,7 +59,7 @@ class BlockNetwork(NamedTuple):
 
     @property
     def fixed(self) -> tuple[Any, ...]:
-        """What its functions read of it; see DraftNetwork."""
+        """The values that its functions depend on; see DraftNetwork."""
         return self.about, self.target
 
     @property
@@ -73,7 +73,7 @@ class BlockNetwork(NamedTuple):
         """Return keys and values, each [layers,R,N,G,E], of the target's features, for the
         drafter's cache.
 
-        features  [R,N,F*H] aux hidden states, side by side
+        features  [R,N,F*H] concatenated hidden states
         position  int32[R,N]
         """
         weights = params["draft"]
@@ -86,8 +86,7 @@ class BlockNetwork(NamedTuple):
         return keys, values
 
     def block(self, params: Params, roots: Array, position: Array, attend: Attend) -> Array:
-        """Return what the output head reads, [R,places,H], of one block below each root, in one
-        pass.
+        """Return the output head's input, [R,places,H], for one block below each root, in one pass.
 
         roots     int32[R] target ids of the decided tokens that begin the blocks; mask tokens
                   follow
@@ -125,7 +124,7 @@ class BlockNetwork(NamedTuple):
         return self._normed(weights, "norm", x)
 
     def logits(self, params: Params, read: Array) -> Array:
-        """Return logits float32[n,Vd] of what the output head reads, [n,H]."""
+        """Return logits float32[n,Vd] for the output head's input [n,H]."""
         about, weights = self.about, params["draft"]
         if "head" in weights:
             found = product(read, weights["head"].T).astype(jnp.float32)
@@ -136,8 +135,8 @@ class BlockNetwork(NamedTuple):
     def _around(
         self, layer: Params, name: str, normed: Array, work: Callable[[Array], Array]
     ) -> Array:
-        """Return `work` of blocks normed [R,places,H], between the layer's convolutions of that
-        name, if it has them: torch/drafts/block.py.
+        """Return `work` applied to blocks normed [R,places,H], between the layer's convolutions of
+        that name, if it has them: torch/drafts/block.py.
         """
         group = self.about.convolved
         if not group:
@@ -159,7 +158,7 @@ class BlockNetwork(NamedTuple):
         return rotation(position, params["draft"]["frequencies"], factor)
 
     def _heads(self, layer: Params, part: str, x: Array, rotary: tuple[Array, Array]) -> Array:
-        """Return queries or keys [R,N,heads,E], normed if the drafter norms them, rotated."""
+        """Return queries or keys [R,N,heads,E], normalised if the drafter does so, and rotated."""
         found = product(x, layer[f"{part}_proj"])
         heads = found.reshape(*x.shape[:2], -1, self.about.head_size)
         if self.about.qk_norm:
@@ -169,7 +168,7 @@ class BlockNetwork(NamedTuple):
     def _keys_values(
         self, layer: Params, x: Array, rotary: tuple[Array, Array]
     ) -> tuple[Array, Array]:
-        """Return keys and values, each [R,N,G,E], keys rotated; of features or of the block's
+        """Return keys and values, each [R,N,G,E], keys rotated, of features or of the block's
         states.
         """
         values = product(x, layer["v_proj"]).reshape(*x.shape[:2], -1, self.about.head_size)
@@ -190,11 +189,9 @@ def load_block(
     scores: PairScores | None,
     dtype: Any,
 ) -> Params:
-    """Load params["draft"] of a block drafter onto the devices, matrices in `dtype`, vectors in
-    float32.
-
-    A drafter with a vocabulary of its own but no head gets the target's rows of it, read from
-    `checkpoint`. Raises what reading a tensor raises (ModelError).
+    """Load params["draft"] of a block drafter to the devices, matrices in `dtype`, vectors in
+    float32. A drafter with a vocabulary of its own but no head gets the target's rows of it, read
+    from `checkpoint`. Raises ModelError if a tensor cannot be read.
     """
     about, sharding = network.about, network.target.sharding
 

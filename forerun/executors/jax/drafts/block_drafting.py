@@ -45,8 +45,8 @@ _Found = tuple[tuple[Array, Array], Array | None, Array | None]
 
 def enter_shapes(size: Bucket, tables: tuple[int, int]) -> Shapes:
     """Return the parts of the int32 vector that `enter` reads: by row kv_len; by node `stream`, the
-    row of the streams that holds its features, and `real`, 1 if there is a node; page tables of
-    this shape (inputs.py).
+    row of the streams with its features, and `real`, 1 if the node exists; page tables of this
+    shape (inputs.py).
     """
     nodes = dict.fromkeys(("stream", "real"), (size.rows, size.nodes))
     return {"kv_len": (size.rows,), **nodes, "tables": (size.rows, *tables)}
@@ -60,7 +60,7 @@ def block_shapes(rows: int, tables: tuple[int, int]) -> Shapes:
 
 
 class JaxBlockDrafting(NamedTuple):
-    """The block drafter's part of a round, and the passes beside it.
+    """The block drafter's work in a round, and its other passes.
 
     tables  shape of a row's page tables
     """
@@ -72,7 +72,7 @@ class JaxBlockDrafting(NamedTuple):
     def work(
         self, params: Params, held: DraftArrays, accepted: AcceptedStep, width: int, levels: int
     ) -> tuple[DraftArrays, Array]:
-        """Store the accepted paths' features, propose blocks below their ends and grow full trees;
+        """Store the accepted paths' features, propose blocks below their ends and build full trees;
         arguments and result as JaxDrafting.work.
         """
         given, (kept, count) = accepted.given, accepted.followed
@@ -93,7 +93,7 @@ class JaxBlockDrafting(NamedTuple):
     ) -> DraftArrays:
         """Return the drafter's arrays with keys and values of features [R,N,F*H] in its pages.
 
-        where  page tables int32[R,W], positions int32[R,N], and bool[R,N] which are stored
+        where  page tables int32[R,W], positions int32[R,N], and bool[R,N] which to store
         """
         table, position, stored = where
         made = self.network.kept(params, features, position)
@@ -107,8 +107,8 @@ class JaxBlockDrafting(NamedTuple):
     def propose(
         self, params: Params, held: DraftArrays, roots: Array, table: Array, kv_len: Array
     ) -> Array:
-        """Return what the output head reads, [R,depth,H], of one block below each of roots
-        int32[R], behind kv_len int32[R] tokens in the drafter's pages.
+        """Return the output head's input, [R,depth,H], for one block below each of roots int32[R],
+        after kv_len int32[R] tokens in the drafter's pages.
         """
         about, order = self.network.about, jnp.arange(self.network.about.places)
         position = kv_len[:, None] + order
@@ -125,9 +125,9 @@ class JaxBlockDrafting(NamedTuple):
         self, params: Params, blocks: tuple[Array, Array], noise: NodeSampling, width: int
     ) -> Array:
         """Return the record of full trees: each level's nodes have the best `width` children, and
-        of all those the best `width` squared go on.
+        the best `width` squared of all of these are expanded further.
 
-        blocks  int32[R,1] roots, and [R,levels,H] what the head reads; noise: of the first level
+        blocks  int32[R,1] roots, and [R,levels,H] the head's input; noise: of the first level
         """
         tokens, read = blocks
         rows, levels, wide = read.shape
@@ -152,15 +152,15 @@ class JaxBlockDrafting(NamedTuple):
     def _below(
         self, params: Params, logits: Array, read: Array, noise: NodeSampling, width: int
     ) -> Callable[..., "_Found"]:
-        """Return what gives a level's nodes their best `width` children: (level, target ids of the
-        nodes int32[R,n], their state) -> children, confidence and the children's state.
+        """Return a function that finds the best `width` children of a level's nodes: (level, target
+        ids of the nodes int32[R,n], their state) -> children, confidence and the children's state.
 
         logits  float32[R*levels,Vd] of the places
         """
         rows, levels, _ = read.shape
         weights, about = params["draft"], self.network.about
         if about.algorithm == "dflash":
-            # The best of each depth, whatever stands above them.
+            # The best of each depth, whatever is above them.
             every = noise.repeated(levels).further(jnp.tile(jnp.arange(levels), rows))
             found = children(logits, weights["ids"], every, width)
             tokens, values = (part.reshape(rows, levels, 1, width) for part in found)

@@ -1,10 +1,10 @@
 """The interface between programs and any network that drafts level by level.
 
-A network reads the token of a node beside a hidden state (the target's features at first, then its
-own output: an EAGLE head, the target's prediction layer), or tokens alone (a whole model). If it
-reads features, entry q of its cache pairs the feature at q with the token after it, and a row's
-root is its last entry. If it reads tokens alone, entry q has the token at q, and the root runs as
-one more node.
+A network reads the token of a node and a hidden state (first the target's features, then its own
+output: an EAGLE head, the target's MTP layer), or tokens alone (a whole model). If it reads
+features, entry q of its cache pairs the feature at q with the next token, and a row's root is its
+last entry. If it reads tokens alone, entry q has the token at q, and the root runs as an additional
+node.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -30,25 +30,25 @@ class Ran(NamedTuple):
 
 
 class DraftNetwork(Protocol):
-    """A network as pure functions; its weights lie in params["draft"], `ids` int32[Vd] among them:
+    """A network as pure functions; its weights are in params["draft"], including `ids` int32[Vd],
     the target id of every draft id.
     """
 
     @property
     def sizes(self) -> NetworkSizes:
-        """Sizes of the arrays that the network keeps from step to step; fixed for its life."""
+        """Sizes of the arrays that the network keeps between steps; constant."""
         ...
 
     @property
     def fixed(self) -> tuple[Any, ...]:
-        """All that the functions below read of the network itself, as values with a text of their
-        own (`repr`): compiled programs are kept under it.
+        """All values of the network that the functions below depend on, each with a distinct
+        `repr`, which is part of the key of compiled programs.
         """
         ...
 
     def enter(self, params: Params, features: Array) -> Array:
-        """Return hidden states [...,H] from the target's features [...,width], F streams side by
-        side; width 0 if the network reads none.
+        """Return hidden states [...,H] from the target's features [...,width], F concatenated
+        streams; width 0 if the network reads none.
         """
         ...
 
@@ -58,8 +58,7 @@ class DraftNetwork(Protocol):
         """Run one draft step over R rows of N nodes, as a pure function.
 
         tokens    int32[R,N] target ids
-        hidden    [R,N,H] what stands beside each token: `enter`'s result, or an earlier step's
-                  output
+        hidden    [R,N,H] hidden state of each token: `enter`'s result, or an earlier step's output
         position  int32[R,N] for RoPE
         attend    attention over the draft's pages and the step's own nodes
         """

@@ -24,15 +24,14 @@ FEW = 8
 """Nodes whose logits or candidates are copied to the host in one dispatch."""
 
 DEPTHS = (4, 16, 64)
-"""Draft tokens above one that the host runs, at most: what programs are compiled for."""
+"""The most draft tokens above one that the host runs, for which programs are compiled."""
 
 
 def extend_shapes(size: Bucket, tables: tuple[int, int]) -> Shapes:
     """Return the parts of the int32 vector that `extend` reads. By row: kv_len; root, the row of
-    `outputs` for the last node's output (and, of a network that runs roots, its keys and values).
-
-    By node: tokens; stream, the row of its features; read, the row of `reads` to write; real, 1
-    where there is a node. A row has page tables of this shape (inputs.py).
+    `outputs` for the last node's output (and, for a network that runs roots, its keys and values).
+    By node: tokens; stream, the row of its features; read, the row of `reads` to write; real, 1 if
+    the node exists. A row has page tables of this shape (inputs.py).
     """
     nodes = dict.fromkeys(("tokens", "stream", "read", "real"), (size.rows, size.nodes))
     return {
@@ -62,8 +61,8 @@ def expand_shapes(size: Bucket, tables: tuple[int, int], depth: int) -> Shapes:
 
 
 def blank(shapes: Shapes) -> tuple[Ints, dict[str, AnyArray]]:
-    """Return a zero vector int32[total] of these parts without a node, and views of the parts:
-    places to write are NOWHERE, paths -1.
+    """Return a zero vector int32[total] of these parts without a node, and views of the parts: rows
+    to write are NOWHERE, paths -1.
     """
     whole, views = zeros_of(shapes)
     for name in ("root", "read", "number"):
@@ -85,8 +84,9 @@ class DraftPrograms(NamedTuple):
         return self.drafting.network.sizes.runs_root
 
     def extend(self, params: Params, state: State, whole: Array, *, size: Bucket) -> State:
-        """Return the state after permanent nodes [R,N] ran through the draft network: their keys
-        and values in its pages, outputs of roots in `outputs`, the head's inputs in `reads`.
+        """Return the state after permanent nodes [R,N] ran through the draft network, with their
+        keys and values in its pages, outputs of roots in `outputs`, and the head's inputs in
+        `reads`.
 
         whole  int32[total] vector of `extend_shapes(size, tables)`
         """
@@ -114,9 +114,8 @@ class DraftPrograms(NamedTuple):
         self, params: Params, state: State, whole: Array, *, size: Bucket, levels: int
     ) -> State:
         """Return the state after draft nodes [R,N] ran, each of which has at most `levels` draft
-        nodes above it.
-
-        Their keys, values and outputs go to the draft nodes' places; pages stay as they are.
+        nodes above it. Their keys, values and outputs are written to the rows of draft nodes; pages
+        do not change.
 
         whole  int32[total] vector of `expand_shapes(size, tables, levels)`
         """

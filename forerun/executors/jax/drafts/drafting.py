@@ -1,4 +1,4 @@
-"""What a draft network does at the end of a round: follow the target, grow the next trees.
+"""The work of a draft network at the end of a round: follow the target, build the next trees.
 
     round   forward -> choose -> walk -> commit -> extend -> level 1 -> level 2 -> ... -> record
 
@@ -8,13 +8,13 @@ shapes: the host's branches become sorts, gathers and masks here.
 The extension runs the network over all nodes of the step, in the target's own tree. If it reads
 features, node n pairs its own with the target's choice there, so the accepted path contains
 exactly the tokens that follow (EAGLE, arXiv 2401.15077, section 4.1). If it reads tokens alone,
-the nodes stand for themselves, and the target's token at the path's end, the next root, is one more
+each node has its own token, and the target's token at the path's end, the next root, is one more
 node, which attends to the path. Only that path is written to pages. The nodes of a level attend to
 the cached prefix, the accepted path and their ancestors, whose keys and values stay in the program:
 drafted ones are never written.
 
-A network that borrows the target's pages runs that root alone, beside the features of the path's
-end, and then draft tokens at the same position; it writes nothing.
+A network that reads the target's pages runs that root alone, with the features of the path's end,
+and then draft tokens at the same position; it writes nothing.
 """
 
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ from forerun.executors.jax.rounds.noise import approximate, words_of
 from forerun.interface.draft_model import CANDIDATES
 
 NOWHERE = np.int32(np.iinfo(np.int32).max)
-"""A place behind every array: what is written there is dropped."""
+"""An index beyond every array: writes to it are dropped."""
 
 
 class AcceptedStep(NamedTuple):
@@ -67,15 +67,16 @@ class AcceptedStep(NamedTuple):
 
     @property
     def followed(self) -> tuple[Array, Array]:
-        """Return what is permanent of rows whose draft follows: nodes bool[R,N], how many
-        int32[R].
+        """Return the permanent nodes bool[R,N] of rows that the draft model follows, and their
+        number int32[R].
         """
         kept = self.kept & (self.given.draft_slot >= 0)[:, None]
         return kept, kept.sum(1, dtype=jnp.int32)
 
     def end(self, kept: Array) -> tuple[Array, Array]:
         """Return int32[R], the number of the deepest of the nodes `kept` bool[R,N] of each row, and
-        int32[R,1], the target's choice there, the next root; 0 and its choice if none is kept.
+        int32[R,1], the target's choice there, which is the next root; 0 and its choice if none is
+        kept.
         """
         last = jnp.where(kept, self.given.depth + 1, 0).argmax(1)
         return last, jnp.maximum(jnp.take_along_axis(self.choices, last[:, None], 1), 0)
@@ -99,11 +100,12 @@ class _Roots(NamedTuple):
 
 
 class _Growing(NamedTuple):
-    """Trees between two levels; T = N of the extension, then `width` for every level that runs.
+    """Trees while they are built level by level; T = N of the extension, then `width` for every
+    level that runs.
 
     tokens, values  [R,width**2] of the newest level; the first one's are padded by -inf
     hidden   [R,width,H] input of a next step, of the nodes that ran last
-    seen     bool[R,width,T] what these attend to
+    seen     bool[R,width,T] the nodes that these attend to
     keys     keys and values [layers,R,T,G,E]
     """
 
@@ -132,11 +134,11 @@ class _Growing(NamedTuple):
 
 
 class _Extended(NamedTuple):
-    """The nodes of an extension: the N nodes of the step, and the next root if that is a node.
+    """The nodes of an extension: the N nodes of the step, and the next root if it runs as a node.
 
     tokens, position  int32[R,N']
-    streams           [R,N',.] the features beside them; of width 0 if none are read
-    seen              bool[R,N',N'] what each attends to
+    streams           [R,N',.] their features; of width 0 if none are read
+    seen              bool[R,N',N'] the nodes that each attends to
     path              bool[R,N'] the permanent ones
     last              int32[R] the last of those
     """
@@ -178,7 +180,7 @@ class _Extended(NamedTuple):
 
 
 class JaxDrafting(NamedTuple):
-    """The network's part of a round. nodes: M of a step; slots: of pages."""
+    """The network's work in a round. nodes: M of a step; slots: of pages."""
 
     network: DraftNetwork
     page_size: int
@@ -188,19 +190,19 @@ class JaxDrafting(NamedTuple):
     def work(
         self, params: Params, held: DraftArrays, accepted: AcceptedStep, width: int, levels: int
     ) -> tuple[DraftArrays, Array]:
-        """Extend the draft network by the accepted paths and grow full trees below their ends.
+        """Extend the draft network by the accepted paths and build full trees below their ends.
 
         held     the draft's arrays, read and replaced
-        accepted  what the round chose and kept
+        accepted  the round's choices and accepted nodes
         width    children per node, and nodes expanded per level
         levels   of draft tokens, at least one
 
         Returns the new arrays and a record int32[3*R*K], K = full_size(width, levels): tokens,
-        parents and bits of values. Rows with draft_slot -1 keep nothing.
+        parents and bits of values. Rows with draft_slot -1 store nothing.
         """
         roots, pasts, target = self._extend(params, held, accepted)
         record = recorded(self._grow(params, accepted.given, roots, pasts, (width, levels)))
-        # The trees read what is there now.
+        # The trees read the arrays before this step's writes.
         target = after(target, record[-1:])
         held = committed(held, roots.path[0], target)
         follows = accepted.given.draft_slot >= 0
@@ -208,8 +210,8 @@ class JaxDrafting(NamedTuple):
         return held._replace(outputs=held.outputs.at[place].set(roots.hidden, mode="drop")), record
 
     def pasts(self, held: DraftArrays, pages: Pages, tables: Array, kv_len: Array) -> Pasts:
-        """Return what the network's layers read of rows with these page tables and so many cached
-        tokens: its own pages, or the target's, `pages`, if it borrows them.
+        """Return the cached keys and values that the network's layers read for rows with these page
+        tables and lengths: its own pages, or the target's, `pages`, if it reads those.
         """
         if not self.network.sizes.borrows:
             return pasts_of(((held.keys,), (held.values,)), tables, kv_len, self.page_size)
@@ -218,9 +220,9 @@ class JaxDrafting(NamedTuple):
     def attention(
         self, pasts: Pasts, tree: Tree, held: tuple[Array, Array] | None = None, begin: Any = 0
     ) -> Attend:
-        """Return the attention of a draft network's layer: to the cached prefix and the pass's own
-        nodes. A layer that borrows has no keys and values of its own nodes, and its number and kind
-        are those of the layer that it reads.
+        """Return the attention of a draft network's layer: over the cached prefix and the pass's
+        own nodes. A layer that reads the target's pages has no keys and values of its own, and its
+        number and kind are those of the layer that it reads.
 
         held  keys and values [layers,R,T,G,E] of nodes that ran before; the own ones are inserted
               from index `begin` on
@@ -240,8 +242,9 @@ class JaxDrafting(NamedTuple):
     def _extend(
         self, params: Params, held: DraftArrays, accepted: AcceptedStep
     ) -> tuple[_Roots, Pasts, Array]:
-        """Run every node. Where trees begin, what they can read, and int32[R,N'] slots of what is
-        to stay: accepted nodes of rows that are followed.
+        """Run every node. Returns the roots of the next trees, the cached keys and values that
+        these read, and int32[R,N'], the slots of permanent entries: accepted nodes of rows that are
+        followed.
         """
         given, network = accepted.given, self.network
         kept, count = accepted.followed
@@ -396,7 +399,7 @@ def log_normaliser(logits: Array) -> Array:
 
 def committed(held: DraftArrays, ran: Ran, target: Array) -> DraftArrays:
     """Return the draft's arrays with a pass's keys and values written at slots target int32[R,N];
-    NOWHERE writes nothing.
+    NOWHERE is not written.
     """
     keys, values = (
         into.at[:, target.reshape(-1)].set(of_nodes(new), mode="drop")

@@ -24,10 +24,10 @@ TENTHS = 10
 
 
 class JaxBelow(NamedTuple):
-    """What may follow n nodes of a level in each of R rows.
+    """Scores of the tokens that can follow n nodes of a level in each of R rows.
 
     values      float32[R,n,K] log-probabilities of the level's candidates
-    confidence  float32[R,n] in the best of them; None: it is not said
+    confidence  float32[R,n] in the best candidate; None: the drafter has none
     state       float32[R,n,r] for the nodes below; None: there is none
     """
 
@@ -37,11 +37,11 @@ class JaxBelow(NamedTuple):
 
 
 class JaxPairs(NamedTuple):
-    """Pairs of the blocks of one pass.
+    """Pair scores of the blocks of one pass.
 
     weights    params["draft"]["pairs"]
     which      int32[R,levels,K] candidates, draft ids, best first
-    log_probs  float32[R,levels,K] without what stands above
+    log_probs  float32[R,levels,K] before the bias of the previous token
     hidden     float32[R,levels,H] after the final norm
     """
 
@@ -52,7 +52,8 @@ class JaxPairs(NamedTuple):
     hidden: Array
 
     def below(self, level: int, tokens: Array, state: Array | None) -> JaxBelow:
-        """Return what may follow target ids tokens int32[R,n] above places of that level.
+        """Return the scores of the tokens that can follow target ids tokens int32[R,n], at places
+        of that level.
 
         state  of the nodes above the tokens, [R,n,r]; None at level 0
         """
@@ -101,8 +102,8 @@ class JaxPairs(NamedTuple):
 
 
 def calibrated(chances: Array, confidence: Array, values: Array, sampled: Array) -> Array:
-    """Return values float32[R,n,width], best first, of which the best is worth the chance that its
-    confidence float32[R,n] stands for, and the others keep their ratios to it.
+    """Return values float32[R,n,width], best first, of which the best is the acceptance probability
+    for its confidence float32[R,n], and the others keep their ratios to it.
 
     chances  float32[2,2,10] of the level; sampled bool[R]
     """
@@ -114,8 +115,8 @@ def calibrated(chances: Array, confidence: Array, values: Array, sampled: Array)
 
 
 def load_pairs(scores: PairScores, dtype: Any, sharding: Sharding) -> Params:
-    """Load params["draft"]["pairs"] onto the devices, whole on each, tables in `dtype`. A
-    confidence is a chance until outcomes are counted.
+    """Load params["draft"]["pairs"] to the devices, copied to each, tables in `dtype`. A confidence
+    is used as the acceptance probability until outcomes are counted.
     """
     before, after = (part.astype(jnp.dtype(dtype)) for part in scores.tables())
     found: Params = {"before": before, "after": after}

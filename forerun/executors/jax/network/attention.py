@@ -2,9 +2,8 @@
 
 A row's prefix is visible to all of its nodes, so the mask of a tree is N x N, never N x context.
 The tree is read first; then the prefix in blocks of BLOCK positions, merged by online softmax
-(arXiv 1805.02867): all of it, or with a window the blocks that the window shows. The number of
-blocks is that of the row that reads most, known to the running program alone: one program serves
-every length.
+(arXiv 1805.02867): all of it, or with a window only the blocks in the window. The number of blocks
+is that of the row that reads most and is known only at run time: one program serves every length.
 """
 
 from collections.abc import Sequence
@@ -24,7 +23,7 @@ BLOCK = 128
 class Past(NamedTuple):
     """The pages that the rows of a program can read.
 
-    keys, values  [L,slots,G,E]; values of width 0 if they are the first of the keys' numbers
+    keys, values  [L,slots,G,E]; values of width 0 if they are the first elements of the keys
     table         int32[R,W]
     kv_len        int32[R]
     page_size     tokens
@@ -38,17 +37,17 @@ class Past(NamedTuple):
 
 
 Pages = tuple[tuple[Array, ...], tuple[Array, ...]]
-"""Keys and values as State has them, of each kind."""
+"""Keys and values of each kind, as in State."""
 
 Pasts = tuple[Past, ...]
-"""By kind."""
+"""A Past for each kind."""
 
 
 def pasts_of(
     pages: Pages, tables: Array, kv_len: Array, page_size: int, which: Sequence[int] = (0,)
 ) -> Pasts:
-    """Return what rows with these page tables int32[R,K,W] and lengths can read of pages. which: of
-    each kind, the number of its table.
+    """Return the cached keys and values of each kind for rows with these page tables int32[R,K,W]
+    and lengths. which: for each kind, the number of its table.
     """
     return tuple(
         Past(keys, values, tables[:, table], kv_len, page_size)
@@ -57,12 +56,12 @@ def pasts_of(
 
 
 class Layer(NamedTuple):
-    """Which layer attends.
+    """A layer's number and its kind of attention.
 
     number  of its keys and values among those of their kind; traced, in a scan
-    spec    how it attends
+    spec    of its attention
     kind    of its keys and values (kv.CacheKind), by number
-    sinks   float32[A] a score of each head that carries no value; None: none
+    sinks   float32[A] a score of each head that has no value; None: none
     """
 
     number: Any
@@ -84,10 +83,10 @@ def ancestors(intervals: Array) -> Array:
 class Tree(NamedTuple):
     """The rows' own nodes.
 
-    seen      bool[R,N,T] which of the T fresh keys each attends to, unless a window hides them; if
-              only the nodes themselves are fresh that is `ancestors`
+    seen      bool[R,N,T] which of the T fresh keys each attends to, if a window does not exclude
+              them; if only the nodes themselves are fresh that is `ancestors`
     position  int32[R,N]
-    fresh     int32[R,T] positions of the fresh keys; None: they are the nodes'
+    fresh     int32[R,T] positions of the fresh keys; None: those of the nodes
     """
 
     seen: Array
@@ -96,18 +95,18 @@ class Tree(NamedTuple):
 
 
 def attend(queries: Array, fresh: tuple[Array, ...], past: Past, tree: Tree, how: Layer) -> Array:
-    """Return the attention of R rows of N nodes: context [R,N,A,E], in the dtype of the queries.
+    """Return the attention output [R,N,A,E] of R rows of N nodes, in the dtype of the queries.
 
     queries  [R,N,A,E], rotated
-    fresh    keys and values [R,T,G,E] that are not in pages, those of the same nodes among them; of
-             latent attention the context is of `rank` numbers, the first of the keys; (): nodes see
-             pages alone
-    past     pages of which row r sees positions 0 .. kv_len[r]-1
-    tree     which fresh keys each node sees
+    fresh    keys and values [R,T,G,E] that are not in pages, including those of the same nodes; for
+             latent attention the output has `rank` elements, the first of the keys'; (): nodes
+             attend to pages alone
+    past     pages, of which row r attends to positions 0 .. kv_len[r]-1
+    tree     which fresh keys each node attends to
 
     Scores and sums are float32; the prefix is read in blocks and merged by online softmax (arXiv
-    1805.02867). A block that no node of its row sees changes no bit. A node that sees no key gives
-    NaN.
+    1805.02867). A block in which no node of its row attends to a key changes no bit. A node that
+    attends to no key gives NaN.
     """
     rows, nodes, heads, size = queries.shape
     groups, spec = past.keys.shape[2], how.spec
@@ -146,7 +145,7 @@ def _values(keys: Array, values: Array, spec: AttentionSpec) -> Array:
 
 
 def _masked(scores: Array, seen: Array, spec: AttentionSpec) -> Array:
-    """Return scores [R,G,A/G,N,T], capped, where seen [R,N or 1,T]; -inf elsewhere."""
+    """Return scores [R,G,A/G,N,T], with softcap, where seen [R,N or 1,T]; -inf elsewhere."""
     return jnp.where(seen[:, None, None], softcapped(scores, spec.softcap), -jnp.inf)
 
 
@@ -173,7 +172,7 @@ def _mixed(weights: Array, values: Array) -> Array:
 
 
 def _nothing(queries: Array, past: Past, how: Layer) -> tuple[Array, Array, Array]:
-    """Return the greatest score, sum of weights and weighted values where no key was seen yet."""
+    """Return the initial greatest score, sum of weights and weighted values."""
     rows, nodes, *heads, _ = queries.shape
     none = jnp.zeros((rows, *heads, nodes), jnp.float32)
     size = _values(past.keys, past.values, how.spec).shape[-1]

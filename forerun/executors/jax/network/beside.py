@@ -1,5 +1,5 @@
-"""What some layers have besides attention and one feed-forward (layer_spec.LayerSpec), as pure
-functions; what they compute is torch/decoder/beside.py's.
+"""Parts that some layers have in addition to attention and one feed-forward (layer_spec.LayerSpec),
+as pure functions with the results of torch/decoder/beside.py.
 """
 
 import jax.numpy as jnp
@@ -14,8 +14,8 @@ from forerun.networks.layer_spec import BESIDE_NORMS, LayerSpec
 
 
 def beside_experts(spec: LayerSpec, weights: Params, eps: float, x: Array, fed: Array) -> Array:
-    """Return [R,N,H] of the stream x [R,N,H] and what the feed-forward made of it, by experts
-    beside it, each of the two with norms of its own.
+    """Return [R,N,H] for the residual stream x [R,N,H] and the feed-forward's output, with experts
+    in parallel with it, each of the two with norms of its own.
     """
     about = spec.beside
     assert about is not None
@@ -40,7 +40,9 @@ def token_vectors(arch: Architecture, params: Params, tokens: Array, x: Array) -
 
 
 def with_vector(spec: LayerSpec, weights: Params, eps: float, x: Array, vector: Array) -> Array:
-    """Return the stream x [R,N,H] with what a layer makes of the tokens' vectors [R,N,D]."""
+    """Return the residual stream x [R,N,H] with a layer's function of the tokens' vectors [R,N,D]
+    added.
+    """
     gate = product(x, weights["per_layer_input_gate"])
     made = product(GATES[spec.activation](gate, vector), weights["per_layer_projection"])
     return x + rms_norm(made, weights["post_per_layer_input_norm"], eps)

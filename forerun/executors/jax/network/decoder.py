@@ -1,12 +1,11 @@
-"""The target model as a pure function: embeddings, L layers as their specs say, final norm, head.
+"""The target model as a pure function: embeddings, L layers as their specs describe, final norm,
+head. Independent of pages and trees: `attend` gets a layer's number and spec, queries, keys and
+values and returns the attention output.
 
-How nodes see each other is not known here: `attend` gets a layer's number and spec, queries, keys
-and values and returns the context. Layers run in a scan where they are stacked, else one after the
-other; the arithmetic is the same.
-
-Latent attention (layer_spec.Latent) is absorbed, as torch's: a head's query is brought into
-the latent's space, where one key serves all heads and its first numbers are the value; what is
-found there is brought out again.
+Layers run in a scan if they are stacked, else one after the other, with the same arithmetic. Latent
+attention (layer_spec.Latent) is absorbed, as in torch: a head's query is mapped to the latent
+space, where one key serves all heads and its first elements are the value; the result is mapped
+back.
 """
 
 from collections.abc import Callable
@@ -70,7 +69,7 @@ def enter(
 
 
 def leave(weights: Weights, about: Latent, context: Array) -> Array:
-    """Return o_proj's input, [R,N,A*value], from the heads' context in the latent space
+    """Return o_proj's input, [R,N,A*value], from the heads' attention output in the latent space
     [R,N,A,rank].
     """
     out_of = _of_heads(weights, about, context.shape[2])[..., about.nope :]
@@ -85,8 +84,8 @@ def _of_heads(weights: Weights, about: Latent, heads: int) -> Array:
 
 
 def _sanitised(latent: Array, key: Array) -> Array:
-    """Return keys that begin with their values, as kv.sanitised: a number of the latent that is not
-    finite becomes 0, and the rotated key NaN.
+    """Return keys that begin with their values, as kv.sanitised: a non-finite element of the latent
+    becomes 0, and the rotated key NaN.
     """
     spoiled = (latent * 0).sum(-1, keepdims=True)
     clean = jnp.nan_to_num(latent, nan=0.0, posinf=0.0, neginf=0.0)
@@ -96,8 +95,8 @@ def _sanitised(latent: Array, key: Array) -> Array:
 KeysValues = tuple[Array, ...]
 
 Attend = Callable[..., Array]
-"""(Layer, queries [R,N,A,E], keys [R,N,G,E], values [R,N,G,E]), rotated -> context [R,N,A,E].
-Without keys and values the layer borrows another model's (drafting.py).
+"""(Layer, queries [R,N,A,E], keys [R,N,G,E], values [R,N,G,E]), rotated -> attention output
+[R,N,A,E]. Without keys and values the layer reads another model's (drafting.py).
 """
 
 Rotary = tuple[Array, Array]
@@ -111,7 +110,7 @@ class Forwarded(NamedTuple):
     keys, values  of each of `JaxDecoder.kinds` [L,R,N,G,E] of the nodes, ready to be cached;
                   values of width 0 if keys begin with them (latent attention)
     streams       [R,N,H] input of each requested layer
-    brought       what the nodes bring to the states of each recurrent layer
+    brought       the nodes' inputs to the states of each recurrent layer
     """
 
     last: Array
@@ -129,8 +128,8 @@ class Forwarded(NamedTuple):
 
 
 class JaxDecoder(NamedTuple):
-    """The fixed parts of a model: its description and its arrays' sharding. windowed: layers with
-    a window have window pages.
+    """The constants of a model: its description and its arrays' sharding. windowed: whether
+    sliding-window layers have window pages.
     """
 
     arch: Architecture
@@ -148,7 +147,7 @@ class JaxDecoder(NamedTuple):
         return tuple(int(kind.near) for kind in self.kinds)
 
     def kind(self, spec: LayerSpec) -> int:
-        """Return the place in `kinds` of a layer's keys and values, or of those that it reads."""
+        """Return the index in `kinds` of a layer's keys and values, or of those that it reads."""
         return self.kinds.index(CacheKind.of(self.arch, spec, self.windowed))
 
     def forward(
@@ -163,7 +162,7 @@ class JaxDecoder(NamedTuple):
         """Run one forward pass over tokens and positions, int32[R,N] each.
 
         params      of the model (weights.py)
-        attend      how nodes see pages and each other
+        attend      attention over pages and the other nodes
         aux_layers  hidden states to keep, numbered as transformers' hidden_states (L = after the
                     last)
         recur       how recurrent layers read states
@@ -177,7 +176,7 @@ class JaxDecoder(NamedTuple):
         }
         x = self.sharding.put(self.embed(params, tokens), None, None, None)
         if self.arch.embedding_scale != 1.0:
-            # Rounded to the dtype first, as the models' own code has it.
+            # Rounded to the dtype first, as in the models' own code.
             x = x * np.asarray(self.arch.embedding_scale, x.dtype)
         vectors = token_vectors(arch, params, tokens, x) if arch.token_vector else None
         # A function of layers that are alike is traced and lowered once.
@@ -227,7 +226,7 @@ class JaxDecoder(NamedTuple):
         return Forwarded(last, keys, values, asked, tuple(brought))
 
     def place(self, number: int) -> int:
-        """Return the place of a layer's keys and values, or of those that it reads, among those of
+        """Return the index of a layer's keys and values, or of those that it reads, among those of
         their kind.
         """
         specs, spec = self.arch.layer_specs, self.arch.layer_specs[number]
@@ -245,9 +244,9 @@ class JaxDecoder(NamedTuple):
         attend: Attend,
         entering: bool,
     ) -> tuple[Array, dict[int, KeysValues], KeysValues]:
-        """Run a pattern of layers as often as it is repeated, from layer `number` on. Returns the
-        last stream; keys and values by kind, [layers, ...] each; and, if requested, the input of
-        each layer.
+        """Run all repetitions of a pattern of layers, from layer `number` on. Returns the last
+        residual stream; keys and values by kind, [layers, ...] each; and, if requested, the input
+        of each layer.
         """
         specs = self.arch.layer_specs[number : number + len(pattern)]
         kinds = [self.kind(spec) for spec in specs]
@@ -282,8 +281,8 @@ class JaxDecoder(NamedTuple):
         number: Any,
         given: tuple[KeysValues | None, Array | None] = (None, None),
     ) -> tuple[Array, KeysValues]:
-        """Run a layer, whose keys and values, or whose source's, have this number, as `layer`;
-        given: its source and vector.
+        """Run a layer as `layer` does; number: of its keys and values, or of its source's; given:
+        its source and vector.
         """
         how = Layer(number, spec.attention, self.kind(spec), weights.get("self_attn.sinks"))
         return self.layer(spec, weights, x, rotary, partial(attend, how), *given)
@@ -305,12 +304,12 @@ class JaxDecoder(NamedTuple):
         return rms_norm(last, params["norm"], self.arch.norm_eps)
 
     def read(self, params: Params, normed: Array) -> Array:
-        """Return float32[n,V] logits from normed hidden states [n,H]."""
+        """Return logits float32[n,V] for normalised hidden states [n,H]."""
         return self.read_rows(params["embed" if self.arch.tied_head else "head"], normed)
 
     def read_rows(self, head: Array, normed: Array) -> Array:
-        """Return float32[n,Vd] logits of some tokens, of whose rows the head [Vd,H] consists, from
-        normed hidden states [n,H]; scaled, and with the model's final soft cap, if it has one.
+        """Return logits float32[n,Vd] of the tokens whose rows are in the head [Vd,H], for
+        normalised hidden states [n,H]; scaled, and with the model's final softcap, if it has one.
         """
         made = self.sharding.put(product(normed, head.T).astype(jnp.float32), None, None)
         return softcapped(made * np.float32(self.arch.logit_scale), self.arch.final_softcap)
@@ -328,14 +327,14 @@ class JaxDecoder(NamedTuple):
         """Run one decoder layer. Returns the residual stream [R,N,H] after it, and its keys and
         values [R,N,G,E] each, rotated and ready for pages.
 
-        spec     what the layer is
+        spec     of the layer
         weights  its parameters by short name
-        x        [R,N,H] the stream that enters
+        x        [R,N,H] its input
         rotary   cos and sin of the nodes' positions
-        attend   called with queries, keys, values; gives the context
+        attend   called with queries, keys, values; returns the attention output
         source   the nodes' keys and values of the layer that it reads, if it has none of its own;
                  () if that is another model's
-        vector   [R,N,D] the tokens' own for this layer, if it has some
+        vector   [R,N,D] the tokens' own vectors for this layer, if it has any
         """
         before = self._normed(x, weights, NORM_NAMES[spec.norms].before_attention)
         context, kept = self._attention(spec, weights, before, rotary, attend, source)
@@ -344,8 +343,8 @@ class JaxDecoder(NamedTuple):
     def _recurring(
         self, spec: LayerSpec, recur: Recur, weights: Params, x: Array, number: Any
     ) -> tuple[Array, Brought]:
-        """Run a layer with a recurrent state. Returns the residual stream after it, and what the
-        nodes bring to its states.
+        """Run a layer with a recurrent state. Returns the residual stream after it, and the nodes'
+        inputs to its states.
         """
         about, eps = spec.recurrent, self.arch.norm_eps
         assert about is not None
@@ -363,7 +362,7 @@ class JaxDecoder(NamedTuple):
         context: Array,
         vector: Array | None = None,
     ) -> Array:
-        """Run what follows attention, or what is in its place."""
+        """Run the part of a layer after attention or recurrence."""
         names = NORM_NAMES[spec.norms]
         x = x + self._added(spec, weights, names.after_attention, context)
         before = self._normed(x, weights, names.before_feed_forward)
@@ -376,7 +375,9 @@ class JaxDecoder(NamedTuple):
         return x * weights["layer_scalar"].astype(x.dtype) if spec.scaled else x
 
     def _added(self, spec: LayerSpec, weights: Params, name: str | None, made: Array) -> Array:
-        """Return what a layer adds to the stream of what a part of it made."""
+        """Return the term that a layer adds to the residual stream for the output of one of its
+        parts.
+        """
         made = self._normed(made, weights, name)
         return made if spec.residual == 1.0 else made * np.asarray(spec.residual, made.dtype)
 

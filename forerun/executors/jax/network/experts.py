@@ -1,8 +1,7 @@
-"""Mixtures of experts as pure functions (arXiv 1701.06538, as in Qwen2-MoE and DeepSeek).
-
-Every expert runs every row, and a row takes from each what its router gives it, mostly nothing:
-shapes then depend on nothing, and each shard runs its own experts. It costs count / top_k times the
-products that are needed.
+"""Mixtures of experts as pure functions (arXiv 1701.06538, as in Qwen2-MoE and DeepSeek). Every
+expert runs every row, and a row adds each expert's output by its router weight, which is mostly
+zero: shapes are then constant, and each shard runs its own experts. It costs count / top_k times
+the products that are needed.
 """
 
 from typing import Any
@@ -22,11 +21,11 @@ def mixture(
     """Return the weighted sum of the experts' outputs, float32[R,N,H], without the shared expert.
 
     weights  the layer's, `gate` [H,count], its correction and stacked `experts.*`
-    about    how many there are, and how many a row takes
+    about    number of experts, and of experts per row
     x        [R,N,H]
-    routed   what the router reads, [R,N,H]; None: x
+    routed   the router's input, [R,N,H]; None: x
     """
-    # DeepSeek's scores are so near each other that 16 bits would choose others.
+    # DeepSeek's scores are so close that 16 bits would choose other experts.
     sigmoid = about.router.scores == "sigmoid"
     seen = x if routed is None else routed
     read, gate = (a.astype(jnp.float32) if sigmoid else a for a in (seen, weights["gate"]))
@@ -44,7 +43,7 @@ def mixture(
     gate, up = (each("rnh,xih->rnxi", f"experts.{name}_proj", x) for name in ("gate", "up"))
     wide = GATES[activation](gate, up)
     down = each("rnxi,xhi->rnxh", "experts.down_proj", wide).astype(jnp.float32)
-    # What a row does not take may be infinite.
+    # The output of an expert that a row does not use may be infinite.
     down = jnp.where(share[..., None] > 0, down, 0.0)
     return (down * share[..., None]).sum(-2)
 
@@ -75,7 +74,7 @@ def routes(
 
 
 _LEAST = 1e-20
-"""Keeps a sum of sigmoids from zero."""
+"""Keeps a sum of sigmoids above zero."""
 
 
 def shared(weights: Weights, activation: str, x: Array) -> Array:

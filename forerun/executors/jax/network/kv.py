@@ -1,15 +1,15 @@
-"""The device's state from step to step, all of it donated to every program and returned.
+"""The state of a model on the device, which every program takes, donated, and returns.
 
 Slots as in torch/kv.py, `slots` axis second:
 
     0 .. P*page_size     pages: offset o of page p is slot p*page_size + o
     .. + scratch         nodes of rounds, until their rows are decided
 
-Layers with window pages (executors/window_pages.py) have as many of these, found by a second page
-table.
+Layers with window pages (executors/window_pages.py) have slots for these instead, found by a second
+page table.
 
-A program reads pages as they were before the step; permanent entries are written at its
-end, so XLA needs no copy of the pages.
+A program reads pages as they were before the step; permanent entries are written at its end, so XLA
+needs no copy of the pages.
 """
 
 from collections import Counter
@@ -34,10 +34,10 @@ from forerun.types import Ints
 
 
 class CacheKind(NamedTuple):
-    """What layers have in common whose keys and values lie in one array.
+    """A kind of keys and values: those of layers in the same array.
 
-    shape  what they keep of a position
-    near   they have window pages
+    shape  of a position's keys and values
+    near   whether the layers have window pages
     """
 
     shape: CacheLayer
@@ -45,8 +45,8 @@ class CacheKind(NamedTuple):
 
     @classmethod
     def of(cls, arch: Architecture, spec: LayerSpec, windowed: bool) -> "CacheKind":
-        """Return the kind of a layer's keys and values, or of those that it reads. windowed: layers
-        with a window have window pages.
+        """Return the kind of a layer's keys and values, or of those that it reads. windowed:
+        whether sliding-window layers have window pages.
         """
         owner = spec if spec.reads is None else arch.layer_specs[spec.reads]
         return cls(arch.cache_of(spec), windowed and owner.attention.window is not None)
@@ -63,19 +63,19 @@ class NetworkSizes:
     """Sizes and switches of a network.
 
     features    indices of the target's hidden states that it reads, as transformers'
-    width       numbers of all of them together, of a node
-    cache       what each layer keeps of a position; all layers alike
-    hidden      numbers of what a next draft step receives
-    read        numbers of what its output head reads
+    width       total size of these, per node
+    cache       shape of each layer's keys and values; the same for all layers
+    hidden      size of a next draft step's input
+    read        size of its output head's input
     vocab       Vd, or how many of these are scored at once (of an assistant's clusters, a selector)
-    parameters  numbers of weights that it brings
-    cut         its keys and values lie by head on the shards; else whole on each
-    runs_root   it reads tokens alone, and each row's root is a node of its own
+    parameters  number of its own weights
+    cut         whether keys and values are sharded by head; else copied to each shard
+    runs_root   whether it reads tokens alone, and each row's root is a node of its own
     block       draft tokens that it proposes at once; 0 = it proposes level by level
-    confident   it says how sure it is of its tokens
-    borrows     of one that keeps nothing of a position and reads the target's pages: the number of
-                the page table of each kind; all of a draft stands at one position
-                (drafts/assistant.py). (): it has pages of its own
+    confident   whether it has a confidence
+    borrows     for a network without a cache that reads the target's pages: the number of the page
+                table of each kind; all draft tokens have one position (drafts/assistant.py). (): it
+                has pages of its own
     """
 
     features: tuple[int, ...]
@@ -92,20 +92,19 @@ class NetworkSizes:
     borrows: tuple[int, ...] = ()
 
     def record(self, rows: int, width: int, levels: int) -> int:
-        """Return the length of the record of what it drafted for so many rows (drafting.py)."""
+        """Return the length of the record of its drafts for `rows` rows (drafting.py)."""
         nodes = full_size(width, levels)
         return rows * (3 * nodes + self.confident * (1 + nodes))
 
 
 class DraftArrays(NamedTuple):
-    """A draft network's state from step to step; `slots` of pages, M nodes of a step, S slots of
-    sequences.
+    """The state of a draft network; `slots` of pages, M nodes of a step, S slots of sequences.
 
     streams       [Xh + S*RING_TOKENS, width] residual streams that it reads of the step's nodes, at
                   the rows of `State.hidden`; then a ring of the slots' last accepted tokens
                   (feature_ring.py)
-    keys, values  [layers,slots + M,G,E] under the target's page ids, then of draft nodes; then S
-                  more, of the slots' roots, if these are nodes of their own
+    keys, values  [layers,slots + M,G,E] in the target's pages, then of draft nodes; then S more, of
+                  the slots' roots, if these are nodes of their own
     outputs       [M + S,hidden] input of a next draft step: of draft nodes, then of each slot's
                   root
     reads         [M + S,read] input of the output head, of the last pass's nodes
@@ -119,13 +118,12 @@ class DraftArrays(NamedTuple):
 
 
 class State(NamedTuple):
-    """The bundle.
+    """All device arrays that change.
 
-    keys, values  of each kind (kinds_of) [L,slots,G,E]; of values no numbers where keys begin
-                  with them
+    keys, values  of each kind (kinds_of) [L,slots,G,E]; values have size 0 if keys begin with them
     hidden        [Xh,H] residual streams after the last layer of the step's nodes
-    draft         of the draft head, if there is one
-    future        what a next round carries on from (future_map.py), where one may
+    draft         of the draft network, if there is one
+    future        from which a next round can continue (future_map.py), if rounds overlap
     recurrent     states of recurrent layers, if there are any
     """
 
@@ -138,7 +136,7 @@ class State(NamedTuple):
 
     @property
     def drafting(self) -> DraftArrays:
-        """`draft`; a draft network must be attached (AssertionError)."""
+        """`draft`; raises AssertionError if no draft network is attached."""
         assert self.draft is not None, "a draft network was attached"
         return self.draft
 
@@ -148,11 +146,11 @@ class StateShape:
     """Sizes of a State.
 
     slots    of pages
-    scratch  behind them, for nodes of rounds
+    scratch  slots after them, for nodes of rounds
     hidden   rows of `State.hidden`: those of rounds, then those of prompt chunks
     nodes    M of a step at most
-    states   rows of recurrent states; the last holds zeros
-    near     slots of window pages; 0 = every layer keeps all
+    states   rows of recurrent states; the last is zeros
+    near     slots of window pages; 0 = every layer keeps all pages
     """
 
     slots: int
@@ -164,7 +162,7 @@ class StateShape:
 
     @property
     def paged(self) -> tuple[int, ...]:
-        """Slots of pages in the arrays that each of a row's page tables is for."""
+        """Slots of pages in the array of each of a row's page tables."""
         return (self.slots, self.near) if self.near else (self.slots,)
 
     @classmethod
@@ -183,7 +181,7 @@ class StateShape:
 
     def cache_bytes(self, arch: Architecture, itemsize: int) -> int:
         """Return the bytes of keys and values of pages and scratch, all devices together;
-        `itemsize` bytes per number.
+        `itemsize` bytes per element.
         """
         kinds = kinds_of(arch, bool(self.near)).items()
         numbers = (
@@ -229,7 +227,7 @@ class StateShape:
 
 
 def _planes(layers: int, places: int, layer: CacheLayer) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of keys and values; values have no numbers if keys begin with them."""
+    """Return the shapes of keys and values; values have size 0 if keys begin with them."""
     size = layer.head_size
     return tuple((layers, places, layer.kv_heads, n) for n in (size, (layer.planes - 1) * size))
 
@@ -259,9 +257,9 @@ def after(slots: Array, made: Array) -> Array:
 
 
 def sanitised(keys: Array, values: Array) -> tuple[Array, Array]:
-    """Return keys and values [...,E] that may go into pages: a NaN or infinity in a value becomes 0
-    there and NaN in its key, where masks hide it; in a value, zero times NaN would spoil other
-    nodes.
+    """Return keys and values [...,E] that may be written to pages: a NaN or infinity in a value
+    becomes 0 there and NaN in its key, where masks hide it; in a value, zero times NaN would spoil
+    other nodes.
     """
     spoiled = (keys * 0 + values * 0).sum(-1, keepdims=True)
     return keys + spoiled, jnp.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
@@ -279,8 +277,8 @@ def first_without_page(plan: Plan, reach: np.ndarray, page_size: int) -> int | N
 
 
 def page_tables(pages: Ints, width: int) -> Ints:
-    """Return int32[R,1,width], what programs get of rows with these pages int32[R,W]: absent pages
-    (-1) become 0, pages beyond its width are dropped.
+    """Return int32[R,1,width], the page tables in programs for rows with these pages int32[R,W]:
+    absent pages (-1) become 0, pages beyond `width` are dropped.
     """
     found = np.zeros((len(pages), 1, width), np.int32)
     held = pages[:, :width]

@@ -1,4 +1,4 @@
-"""The pieces of a decoder as pure functions; what they compute is torch/decoder's."""
+"""The operations of a decoder as pure functions, with the results of torch/decoder's."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -66,7 +66,7 @@ def geglu(gate: Array, up: Array) -> Array:
 
 
 def erf_geglu(gate: Array, up: Array) -> Array:
-    """Return gelu(gate) * up by the error function, of [...,I] each, computed in float32, in the
+    """Return gelu(gate) * up with the error function, of [...,I] each, computed in float32, in the
     dtype of `gate`.
     """
     wide = gate.astype(jnp.float32)
@@ -88,12 +88,12 @@ GATES = {
     "gelu": erf_geglu,
     "clamped_silu": clamped_swiglu,
 }
-"""By LayerSpec.activation."""
+"""The gates by LayerSpec.activation."""
 
 
 def softcapped(x: Array, cap: float | None) -> Array:
-    """Return `x` [...] unchanged if cap is None, else cap * tanh(x / cap), between -cap and cap
-    (arXiv 2408.00118, section 2).
+    """Return cap * tanh(x / cap) elementwise, between -cap and cap (arXiv 2408.00118, section 2);
+    `x` [...] unchanged if cap is None.
     """
     return x if cap is None else jnp.tanh(x / cap) * cap
 

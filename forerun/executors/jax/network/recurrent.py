@@ -1,9 +1,9 @@
 """Layers with a recurrent state as pure functions: short convolutions (layer_spec.ShortConvolution)
-and gated delta nets (layer_spec.GatedDelta): what nodes bring and read, how a state becomes the
-next one, and what the states are after a step. What they compute is torch/decoder's, node by node.
+and gated delta nets (layer_spec.GatedDelta): the nodes' inputs and outputs, the update of a state
+by a token, and the states after a step. The results are torch/decoder's, node by node.
 
 A node reads its ancestors' inputs and, before its row's root, the window in its row of states. Rows
-of states are state_slots.py's, and one more, which holds zeros.
+of states are those of state_slots.py, and one more of zeros.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from forerun.networks.layer_spec import GatedDelta, Recurrent
 
 
 class Brought(NamedTuple):
-    """What nodes bring to a layer's states.
+    """The nodes' inputs to a layer's states.
 
-    mixed  float32[R,N,C] what is convolved
+    mixed  float32[R,N,C] the convolution's input
     gates  float32[R,N,2Hv] b, then a, of a gated delta net
-    after  float32[R,Hv,Dk,Dv] its states behind the last nodes, where these are chains and all stay
+    after  float32[R,Hv,Dk,Dv] its states after the last nodes, if these are chains that all stay
     """
 
     mixed: Array
@@ -32,12 +32,13 @@ class Brought(NamedTuple):
 
 
 Recur = Callable[[Any, Params, Brought], tuple[Array, Brought]]
-"""(number among recurrent layers, the layer's parameters, what nodes bring) -> what is read of the
-states, float32[R,N,C] or [R,N,Hv,Dv]; and the same with `after`."""
+"""(number among recurrent layers, the layer's parameters, the nodes' inputs) -> the layer's output,
+float32[R,N,C] or [R,N,Hv,Dv]; and the inputs with `after`.
+"""
 
 
 def no_states(layer: Any, weights: Params, brought: Brought) -> tuple[Array, Brought]:
-    """Raise TypeError: the pass has no states to read."""
+    """Raise TypeError: the pass has no recurrent states."""
     raise TypeError("a layer with a recurrent state runs where no states are kept")
 
 
@@ -63,9 +64,9 @@ class RecurrentTables(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """Where nodes' windows are, of R rows of N nodes.
+    """The windows of R rows of N nodes.
 
-    past  int32[R,N,W] each node's last tokens, its own last: W - 1 + n for node n of its row, below
+    past  int32[R,N,W] each node's last tokens, its own last: W - 1 + n for node n of its row, less
           for places of the window in the state
     slot  int32[R] row of states at which a row begins
     """
@@ -75,10 +76,10 @@ class Windows(NamedTuple):
 
     @classmethod
     def of(cls, parents: Array, slot: Array, width: int) -> "Windows":
-        """Return those of nodes with these parents [R,N], below 0 for a root; width: W."""
+        """Return the windows of nodes with these parents [R,N], below 0 for a root; width: W."""
         rows, nodes = parents.shape
         place = jnp.broadcast_to(width - 1 + jnp.arange(nodes), (rows, nodes))
-        # Of a place of the window the one before it, of a root the window's last.
+        # The place before each: in the window the previous one, for a root the window's last.
         before = jnp.broadcast_to(jnp.arange(width - 1) - 1, (rows, width - 1))
         above = jnp.concatenate([before, jnp.where(parents < 0, width - 2, width - 1 + parents)], 1)
         past = [place]
@@ -88,7 +89,9 @@ class Windows(NamedTuple):
         return cls(jnp.stack(past, -1), slot)
 
     def rows_of(self, windows: Array, mixed: Array) -> Array:
-        """Return [R,W-1+N,C] that `past` counts, of windows [rows,W-1,C] and inputs [R,N,C]."""
+        """Return [R,W-1+N,C], the rows that `past` refers to, from windows [rows,W-1,C] and inputs
+        [R,N,C].
+        """
         return jnp.concatenate([windows[self.slot], mixed], 1)
 
     def sums(self, windows: Array, mixed: Array, kernel: Array, bias: Array | None) -> Array:
@@ -101,7 +104,7 @@ class Windows(NamedTuple):
         return total
 
     def behind(self, windows: Array, mixed: Array, node: Array) -> Array:
-        """Return [L,R,W-1,C], the windows of all layers behind a node int32[R] of each row."""
+        """Return [L,R,W-1,C], the windows of all layers after a node int32[R] of each row."""
         where = jnp.take_along_axis(self.past, node[:, None, None], 1)[:, 0, 1:, None]
         found = [
             jnp.take_along_axis(self.rows_of(*each), where, 1)
@@ -111,7 +114,7 @@ class Windows(NamedTuple):
 
 
 def inputs(about: Recurrent, weights: Params, x: Array) -> tuple[Brought, Array]:
-    """Return what x [R,N,H] brings to a layer's states, and the gate [R,N,.] of its output."""
+    """Return the inputs of x [R,N,H] to a layer's states, and the gate [R,N,.] of its output."""
     if isinstance(about, GatedDelta):
         mixed, gates = (
             jnp.concatenate([product(x, weights[f"{part}_proj"]) for part in parts], -1)
@@ -135,11 +138,11 @@ def opened(about: Recurrent, weights: Params, found: Array, gate: Array, eps: fl
 
 
 _LEAST = 1e-6
-"""Keeps the length of a query or a key from zero; the published model's."""
+"""Keeps the norm of a query or key above zero; the published model's value."""
 
 
 class DeltaTokens(NamedTuple):
-    """What nodes advance states by and read them with: float32.
+    """The inputs of the recurrence for nodes: float32.
 
     queries, keys  [R,N,Hv,Dk], values [R,N,Hv,Dv]
     decay, beta    [R,N,Hv]
@@ -157,8 +160,8 @@ class DeltaTokens(NamedTuple):
 
 
 def tokens_of(about: GatedDelta, weights: Params, sums: Array, gates: Array) -> DeltaTokens:
-    """Return the tokens of nodes, from the convolution's sums float32[R,N,C], and b and a
-    [R,N,2Hv].
+    """Return the recurrence's inputs of nodes, from the convolution's sums float32[R,N,C], and b
+    and a [R,N,2Hv].
     """
     passed = sums / (1 + jnp.exp(-sums))
     parts = jnp.split(passed, [about.keys, 2 * about.keys], -1)
@@ -184,13 +187,13 @@ def _of_unit_length(x: Array) -> Array:
 
 
 def _of_value_heads(about: GatedDelta, x: Array) -> Array:
-    """Return [R,N,Hv,Dk] of key heads [R,N,Hk,Dk]: several value heads share one."""
+    """Return [R,N,Hv,Dk] for key heads [R,N,Hk,Dk], repeated for the value heads that share one."""
     times = about.value_heads // about.key_heads
     return jnp.tile(x, (1, 1, times, 1)) if about.tiled else jnp.repeat(x, times, 2)
 
 
 def _step(states: Array, token: DeltaTokens) -> Array:
-    """Return states [R,Hv,Dk,Dv] behind one token of each row."""
+    """Return states [R,Hv,Dk,Dv] after one token of each row."""
     keys = token.keys[..., None]
     states = states * token.decay[..., None, None]
     change = (token.values - (states * keys).sum(-2)) * token.beta[..., None]
@@ -202,8 +205,8 @@ def _read(states: Array, token: DeltaTokens) -> Array:
 
 
 def along_chains(states: Array, tokens: DeltaTokens, real: Array) -> tuple[Array, Array]:
-    """Return float32[R,N,Hv,Dv], what nodes of chains read, and the states behind the last that are
-    `real`, bool[R,N].
+    """Return float32[R,N,Hv,Dv], the outputs of nodes of chains, and the states after the last that
+    are `real`, bool[R,N].
     """
 
     def once(states: Array, given: tuple[DeltaTokens, Array]) -> tuple[Array, Array]:
@@ -216,8 +219,8 @@ def along_chains(states: Array, tokens: DeltaTokens, real: Array) -> tuple[Array
 
 
 def along_trees(states: Array, tokens: DeltaTokens, parents: Array) -> Array:
-    """Return float32[R,N,Hv,Dv], what nodes with these parents [R,N] (below 0: none) read: each
-    state is made of its parent's, and all are kept until the last node.
+    """Return float32[R,N,Hv,Dv], the outputs of nodes with these parents [R,N] (below 0: none):
+    each state is computed from its parent's, and all are kept until the last node.
     """
     rows, nodes = parents.shape
     every = jnp.zeros((nodes + 1, *states.shape), states.dtype).at[0].set(states)
@@ -234,7 +237,7 @@ def along_trees(states: Array, tokens: DeltaTokens, parents: Array) -> Array:
 
 
 def along_path(states: Array, tokens: DeltaTokens, kept: Array, ends: Array) -> tuple[Array, Array]:
-    """Return the states behind the nodes bool[R,N] of a path, and behind the last of `ends`."""
+    """Return the states after the nodes bool[R,N] of a path, and after the last of `ends`."""
 
     def once(
         held: tuple[Array, Array], given: tuple[DeltaTokens, Array, Array]
@@ -261,7 +264,7 @@ class RecurrentNodes(NamedTuple):
 class RecurrentStep:
     """A step over states as they were before it.
 
-    chain  nodes are chains that stay
+    chain  whether the nodes are chains that stay
     """
 
     nodes: RecurrentNodes
@@ -289,8 +292,8 @@ class RecurrentStep:
         kept: Array,
         ends: Array,
     ) -> tuple[RecurrentTables, RecurrentTables]:
-        """Return the rows' states [L,R,...] behind the last of their nodes bool[R,N] `kept`, a
-        path; and behind the last of those `ends`. Of rows without such nodes anything.
+        """Return the rows' states [L,R,...] after the last of their nodes bool[R,N] `kept`, a path;
+        and after the last of those that are `ends`. Arbitrary for rows without such nodes.
 
         weights, brought  of the recurrent layers
         depth             int32[R,N]
@@ -310,7 +313,7 @@ class RecurrentStep:
     def _along(
         self, layer: int, weights: Params, brought: Brought, kept: Array, ends: Array
     ) -> tuple[Array, Array]:
-        if brought.after is not None:  # Nothing is copied behind chunks.
+        if brought.after is not None:  # Chunks need no copies.
             return brought.after, brought.after
         tokens = self._tokens(layer, weights, brought)
         return along_path(self._before(layer), tokens, kept, ends)

@@ -1,9 +1,9 @@
 """One mesh (data, model) and its sharding: heads and feed-forward columns by shard.
 
-Megatron's cut (arXiv 1909.08053, section 3): queries, keys, values, gate and up by their outputs,
-o_proj and down_proj by their inputs, so a layer needs two sums over the shards. Experts are cut by
-expert. Embedding and head are cut by token, pages by key/value head; everything else is on every
-shard.
+As in Megatron (arXiv 1909.08053, section 3): queries, keys, values, gate and up are sharded by
+their outputs, o_proj and down_proj by their inputs, so a layer needs two sums over the shards.
+Experts are sharded by expert, embedding and head by token, pages by key/value head; everything else
+is copied to every shard.
 """
 
 from dataclasses import dataclass, replace
@@ -19,13 +19,13 @@ from forerun.networks.arch import Architecture
 from forerun.networks.layer_spec import Dense, Experts
 
 BY_TOKEN = ("embed", "head", "token_rows")
-"""Matrices [V,.], cut by token."""
+"""Matrices [V,.], sharded by token."""
 
 BY_OUTPUT = ("q_proj", "k_proj", "v_proj", "heads_gate_proj", "gate_proj", "up_proj")
-"""Matrices [in, out] that are cut by columns, with their biases."""
+"""Matrices [in, out] that are sharded by columns, with their biases."""
 
 BY_INPUT = ("o_proj", "down_proj")
-"""Matrices [in, out] that are cut by rows; their biases are added once, after the sum."""
+"""Matrices [in, out] that are sharded by rows; their biases are added once, after the sum."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Sharding:
     """The placement of arrays.
 
     mesh    axes data (1, for now) and model
-    cut     shard arrays over the model axis if possible; else all is on every device
+    cut     whether to shard arrays over the model axis if possible; else all are on every device
     """
 
     mesh: Mesh
@@ -41,7 +41,7 @@ class Sharding:
 
     @property
     def shards(self) -> int:
-        """Devices that share every layer; 1 where nothing is cut."""
+        """Devices that share every layer; 1 if nothing is sharded."""
         return int(self.mesh.shape["model"]) if self.cut else 1
 
     def of(self, *axes: str | None) -> NamedSharding:
@@ -78,8 +78,8 @@ class Sharding:
         return self.of(*[None] * dimensions)
 
     def put(self, x: Array, *axes: str | None) -> Array:
-        """Constrain an array inside a program to lie so from here on, one mesh axis or None per
-        dimension; `x` itself on one device.
+        """Constrain the sharding of an array inside a program, one mesh axis or None per dimension;
+        returns `x` itself on one device.
         """
         if self.shards == 1:
             return x
@@ -89,7 +89,7 @@ class Sharding:
 
 def check_shards(arch: Architecture, shards: int, devices: int) -> None:
     """Raise ConfigError if there are fewer than `shards` devices, or heads, vocabulary,
-    feed-forward or experts do not divide by it.
+    feed-forward or experts are not divisible by it.
     """
     if shards > devices:
         raise ConfigError(
@@ -117,8 +117,8 @@ def check_shards(arch: Architecture, shards: int, devices: int) -> None:
 
 
 def devices_of(platform: str | None) -> list[Any]:
-    """Return the devices that jax has of a platform; None = its own choice. Raises ConfigError if
-    there are none.
+    """Return JAX's devices of a platform; None = its own choice. Raises ConfigError if there are
+    none.
     """
     try:
         return jax.devices(platform)
@@ -127,8 +127,8 @@ def devices_of(platform: str | None) -> list[Any]:
 
 
 def where_it_divides(arch: Architecture, sharding: Sharding) -> Sharding:
-    """Return the target's sharding for another model; a copy with everything whole on every device
-    if that model does not divide.
+    """Return the target's sharding for another model; one that copies everything to every device if
+    that model is not divisible.
     """
     try:
         check_shards(arch, sharding.shards, sharding.shards)

@@ -35,10 +35,12 @@ TOKENS = {
     "token_projection": "model.per_layer_model_projection.weight",
     "token_norm": "model.per_layer_projection_norm.weight",
 }
-"""Names of what makes tokens' vectors for each layer."""
+"""Names of the tensors of tokens' vectors for each layer."""
 
 OWN = {("self_attn", "gate_proj"): "heads_gate_proj", ("linear_attn", "norm"): "head_weight"}
-"""Names of what is named so elsewhere in a layer: a feed-forward's gate; norms with an offset."""
+"""Short names for tensors whose last name occurs twice in a layer: a feed-forward's gate; norms
+with an offset.
+"""
 
 Params = dict[str, Any]
 """The pytree."""
@@ -53,8 +55,8 @@ class Pattern(NamedTuple):
 
     @classmethod
     def of(cls, arch: Architecture) -> "Pattern":
-        """Return the pattern in a model's layers that leaves the fewest to be compiled: one layer
-        mostly, six in Gemma 3, all but the first few where experts begin there. 1 time: none, or
+        """Return the pattern in a model's layers that leaves the fewest to compile: mostly one
+        layer, six in Gemma 3, all but the first few if experts begin there. 1 time: no pattern, or
         layers keep keys and values of several shapes, or recurrent states.
         """
         specs, best = arch.layer_specs, cls(0, len(arch.layer_specs), 1)
@@ -72,16 +74,16 @@ class Pattern(NamedTuple):
 
     @property
     def spared(self) -> int:
-        """Layers that need not be compiled because another one is."""
+        """Layers that are not compiled because they repeat another one."""
         return self.period * (self.times - 1)
 
 
 def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked: bool) -> Params:
-    """Load a checkpoint's parameters onto the devices, as the pytree above; each device reads only
-    its own part.
+    """Load a checkpoint's parameters to the devices, as the pytree above; each device reads only
+    its own part. Raises ModelError if a tensor is missing or of another shape.
 
-    dtype  of matrices; stacked: layers that repeat, in one array per name. Raises ModelError if a
-    tensor is missing or of another shape.
+    dtype    of matrices
+    stacked  whether layers that repeat are in one array per name
     """
     arch = checkpoint.architecture
     reader = _Reader(checkpoint, dtype, sharding)
@@ -121,7 +123,7 @@ def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked:
 def load_named(
     checkpoint: Checkpoint, names: dict[str, str], dtype: Any, sharding: Sharding
 ) -> Params:
-    """Load parameters onto the devices under the short names in `names`, which maps them to the
+    """Load parameters to the devices under the short names in `names`, which maps them to the
     checkpoint's. Raises ModelError if a tensor is missing.
     """
     reader = _Reader(checkpoint, dtype, sharding)
@@ -129,8 +131,8 @@ def load_named(
 
 
 def load_layer(checkpoint: Checkpoint, dtype: Any, sharding: Sharding) -> Params:
-    """Load the parameters of the first decoder layer, by short name, in `dtype`, onto the devices
-    of `sharding`. Raises ModelError if a tensor cannot be read.
+    """Load the parameters of the first decoder layer, by short name, in `dtype`, to the devices of
+    `sharding`. Raises ModelError if a tensor cannot be read.
     """
     group = _grouped(checkpoint, "model.layers.0.")
     reader = _Reader(checkpoint, dtype, sharding)
@@ -163,8 +165,8 @@ class _Reader:
         self._offset = checkpoint.architecture.norm_offset
 
     def made(self, short: str, names: Any) -> Array:
-        """Load one parameter from one name or a (nested) list of names, an axis in front per level.
-        A callback per device reads only its part.
+        """Load one parameter from one name or a (nested) list of names, which adds a leading axis
+        per level. A callback per device reads only its part.
         """
         experts = short.startswith("experts.")
         shape, axes = _shape(names, self._checkpoint.shape)
@@ -178,12 +180,12 @@ class _Reader:
         def read(name: str, index: tuple[slice, ...]) -> AnyArray:
             tensor = self._checkpoint.tensor(name)
             tensor = (tensor.T if turned else tensor)[index]
-            # A copy: device memory on the CPU may be the very same bytes, which are a file's.
+            # A copy: on the CPU JAX may use the file's memory directly.
             wide = tensor + np.float32(offset) if offset else tensor
             return np.array(wide, self._dtype if narrow else np.float32, order="C")
 
         def part(index: tuple[slice, ...] | None) -> AnyArray:
-            assert index is not None  # Jax's word for a scalar.
+            assert index is not None  # None only for a scalar.
             return _read(names, index, read)
 
         if turned:
@@ -192,7 +194,7 @@ class _Reader:
 
 
 def _shape(names: Any, of: Callable[[str], tuple[int, ...]]) -> tuple[tuple[int, ...], int]:
-    """Return the shape of a parameter, and how many axes come from lists of names."""
+    """Return the shape of a parameter, and the number of axes from lists of names."""
     if isinstance(names, str):
         return tuple(of(names)), 0
     inner, axes = _shape(names[0], of)

@@ -1,4 +1,4 @@
-"""The target's hidden states of one step, on the device: what a JAX draft model reads."""
+"""The target's hidden states of one step, on the device, as JAX draft models read them."""
 
 from dataclasses import dataclass, replace
 
@@ -14,12 +14,11 @@ from forerun.types import AnyArray, Bools, Ints
 
 @dataclass(frozen=True, slots=True)
 class JaxFeatures:
-    """Features of nodes, where the target's step left them, which the next one overwrites, or in
-    the ring.
+    """Features of nodes in the step's buffer, which the next step overwrites, or in the ring.
 
-    place   int[n] the row of `DraftArrays.streams` that each node has
-    ring    int[n] the row of the same array where it is kept
-    there   bool[n] it is there: the round that accepted it has written it
+    place   int[n] the row of `DraftArrays.streams` of each node
+    ring    int[n] its row of the same array in the ring
+    there   bool[n] whether the round that accepted it has written it to the ring
     begin   row at which the ring begins
     """
 
@@ -51,8 +50,8 @@ class JaxFeatures:
         return replace(self, place=place, ring=ring, there=there)
 
     def store(self) -> "JaxFeatureRing":
-        """Move the rows into the ring, if no round has written them there; nothing leaves the
-        device.
+        """Move the rows to the ring, unless a round has written them there; copies nothing to the
+        host.
         """
         late = ~self.there
         self.programs.move(Key("keep"), self.place[late], self.ring[late])
@@ -76,8 +75,8 @@ class JaxFeatureRing:
     begin: int
 
     def at(self, slots: Ints, positions: Ints) -> JaxFeatures:
-        """Return features [n,F*H] of slots int32[n] at positions int32[n], on the device; not
-        copied.
+        """Return features [n,F*H] of slots int32[n] at positions int32[n], on the device, without a
+        copy.
         """
         place = self.begin + ring_place(slots.astype(np.int64), positions)
         return JaxFeatures(self.programs, place, place, np.ones(len(place), np.bool_), self.begin)

@@ -36,7 +36,7 @@ from forerun.speculative.tree import full_size
 class Key(NamedTuple):
     """The key of a program.
 
-    width, levels  of the trees that a round can grow at its end; levels: also draft tokens above
+    width, levels  of the trees that a round can build at its end; levels: also draft tokens above
                    those that `expand` runs
     """
 
@@ -52,7 +52,7 @@ class Functions:
 
     tables   shape [K,W] of a row's page tables (inputs.py)
     edits    most tokens, over all rows, whose logits a round may change (shaping.py)
-    network  that drafts, with features to store, if there is one
+    network  that drafts, whose features are stored, if there is one
     future   width, levels of trees for carried rounds; None = none are carried
     """
 
@@ -66,7 +66,7 @@ class Functions:
 
     @property
     def drafting(self) -> JaxDrafting | JaxBlockDrafting:
-        """The draft network's part of a round. One must be attached (AssertionError)."""
+        """The draft network's work in a round. Raises AssertionError if none is attached."""
         assert self.network is not None, "a draft network was attached"
         if isinstance(self.network, BlockNetwork):
             return JaxBlockDrafting(self.network, self.page_size, self.tables)
@@ -99,11 +99,9 @@ class Functions:
 
     def round(self, params: Params, state: State, whole: Array, *, key: Key) -> tuple[State, Array]:
         """Run one step of R rows: forward, choose, walk, commit; with key.levels also extend and
-        draft.
-
-        Returns the state and a record: int32[R*N] choices along the accepted paths of decided rows,
-        NOTHING elsewhere; then what was drafted (drafting.py), then what ran (future_map.py), where
-        the next round may go on from this one.
+        draft. Returns the state and a record: int32[R*N] choices along the accepted paths of
+        decided rows, NOTHING elsewhere; then the drafts (drafting.py), then, if the next round may
+        continue from this one, the nodes that ran (future_map.py).
         """
 
         def chosen(given: Inputs, logits: Array) -> tuple[Array, Array]:
@@ -125,7 +123,7 @@ class Functions:
         """Run `round` with grammar masks (inputs.padded_masks) and every sampling parameter
         (shaping.py).
 
-        In the record, right behind the choices: int32[R*N,line_size] lines of log-probabilities
+        In the record, directly after the choices: int32[R*N,line_size] lines of log-probabilities
         (reports.py), zeros if no row reports any.
         """
         size = key.size
@@ -163,7 +161,7 @@ class Functions:
 
     def move(self, params: Params, state: State, moves: Array) -> State:
         """Return the state with keys and values of slots moves[0] copied to slots moves[1], the
-        draft's too where both are of pages; moves int32[2,K,MOVED], of each page table.
+        draft's too if both are in pages; moves int32[2,K,MOVED], of each page table.
         """
         del params
         keys, values = (
@@ -202,7 +200,7 @@ class Functions:
         chosen: Callable[[Inputs, Array], tuple[Array, Array]],
     ) -> tuple[State, Array]:
         """Run a step, in which carried rows continue from their slots. chosen: (inputs, logits
-        [R*N,V]) -> int32[R,N] choices, and what the record has behind them.
+        [R*N,V]) -> int32[R,N] choices, and the part of the record after them.
         """
         given = Inputs.of(whole, key.size, self.tables)
         if self.future is not None:
@@ -268,8 +266,8 @@ class Functions:
     def _advanced(
         self, params: Params, state: State, given: Inputs, passed: Forwarded, kept: Array
     ) -> State:
-        """Return the state with recurrent states behind the last kept node of each row, and copies
-        of those at the last end of a page among them, where one is requested.
+        """Return the state with recurrent states after the last kept node of each row, and copies
+        of those at the last page end among them, if one is requested.
         """
         tables = state.recurrent
         if tables is None:
@@ -294,7 +292,7 @@ class Functions:
         return state._replace(recurrent=state.recurrent.copied(*moves))
 
     def _targets(self, given: Inputs, kept: Array) -> list[Array]:
-        """Return int32[R*N] by page table, the slots of nodes: of kept ones in pages, of others in
+        """Return int32[R*N] by page table, the slots of nodes: kept ones in pages, others in
         scratch.
         """
         position = given.kv_len[:, None] + given.depth
@@ -310,9 +308,8 @@ class Functions:
     def _kept(
         self, params: Params, state: State, given: Inputs, passed: Forwarded, kept: Array
     ) -> State:
-        """Keep streams, and keys and values: of kept nodes in pages, of others in scratch.
-
-        Of a chunk what is not kept is no node, and goes nowhere.
+        """Store streams, and keys and values: of kept nodes in pages, of others in scratch. In a
+        chunk, nodes that are not kept are padding and are not stored.
         """
         targets = [after(target, passed.last) for target in self._targets(given, kept)]
         keys, values = (
@@ -344,8 +341,8 @@ class Functions:
 
 
 def _put(held: Array, streams: Array, place: Array) -> Array:
-    """Return the rows `held` with streams [R,N,.] at the places of a batch's nodes, side by
-    side.
+    """Return the rows `held` with streams [R,N,.] written at the places of a batch's nodes,
+    concatenated.
     """
     flat = streams.reshape(len(place), streams.shape[-1]).astype(held.dtype)
     return lax.dynamic_update_slice(held, flat, (place[0], 0))

@@ -1,12 +1,12 @@
-"""The inputs of a round that its predecessor leaves on the device: it can begin before the host has
-read that one.
+"""The inputs of a round that the previous one leaves on the device, so that it can begin before the
+host has read the previous one.
 
-    slot      kv_len, last token, and the full tree that was grown below it
+    slot      kv_len, last token, and the full tree that was built below it
     round     [slots -> rows that are carried] -> forward -> walk -> ... -> [rows -> slots]
 
-A carried row begins with what the previous round left in its slot. The host gives only bounds:
-most draft tokens and levels, and positions it may take. The draft tokens are the best of the
-full tree, as forerun.speculative.draft_tree.full_draft selects them.
+A carried row begins with the results of the previous round in its slot. The host gives only bounds:
+most draft tokens and levels, and positions it may take. The draft tokens are the best of the full
+tree, as forerun.speculative.draft_tree.full_draft selects them.
 """
 
 from typing import NamedTuple
@@ -23,10 +23,10 @@ from forerun.speculative.tree import full_size
 
 
 class FutureMap(NamedTuple):
-    """By slot.
+    """Results of rounds by slot.
 
     kv_len, token              int32[S]
-    tokens, parents, values    [S,K] of full trees; -inf where nothing was grown
+    tokens, parents, values    [S,K] of full trees; -inf for missing nodes
     """
 
     kv_len: Array
@@ -37,12 +37,10 @@ class FutureMap(NamedTuple):
 
     @classmethod
     def of(cls, slots: int, width: int, levels: int) -> "FutureMap":
-        """Return a map for S slots of trees of `levels` levels and this width, in which no round
-        has left anything.
-        """
+        """Return an empty map for S slots of trees of `levels` levels and this width."""
         trees = slots, full_size(width, levels)
         rows, more = jnp.zeros(slots, jnp.int32), jnp.zeros(slots, jnp.int32)
-        # Arrays of their own: all of them are donated.
+        # Separate arrays, since all of them are donated.
         tokens, parents = jnp.zeros(trees, jnp.int32), jnp.zeros(trees, jnp.int32)
         return cls(rows, more, tokens, parents, jnp.full(trees, -jnp.inf, jnp.float32))
 
@@ -127,8 +125,8 @@ def leave(
     which nodes exist.
 
     choices, kept  [R,N] of the round
-    grown          int32[3*R*K] what was drafted (drafting.py); trees of another shape than the map
-                   has room for are not held
+    grown          int32[3*R*K] the drafts (drafting.py); trees of another shape than the map's are
+                   not stored
     """
     slot = jnp.where(given.bounds.slot < 0, NOWHERE, given.bounds.slot)
     rows, count = len(slot), held.tokens.shape[1]

@@ -1,8 +1,9 @@
-"""Compiled programs of earlier starts, in a folder: what lies there is neither traced nor lowered.
+"""Compiled programs of earlier starts, in a folder: a program found there is neither traced nor
+lowered.
 
 JAX's own cache is keyed by the lowered program, so a start that finds everything there still traces
-and lowers it all, which takes longer than reading it. What comes out of it is not stored here:
-XLA's CPU backend writes such a program without its functions, and it fails when it runs.
+and lowers it all, which takes longer than reading it. Programs from that cache are not stored here:
+XLA's CPU backend serialises such a program without its functions, and it fails when it runs.
 """
 
 import hashlib
@@ -38,8 +39,8 @@ _loaded = threading.local()
 
 
 def loads() -> int:
-    """Return how many programs JAX's own cache has given this thread, since the first call in this
-    process.
+    """Return how many programs this thread has got from JAX's own cache since the first call in
+    this process.
     """
     _listen()
     return getattr(_loaded, "count", 0)
@@ -55,10 +56,11 @@ def _listen() -> None:
 
 
 class KeptPrograms:
-    """The programs of one setting.
+    """The stored programs of one setting.
 
     folder   of all settings; it need not exist
-    about    all that the programs depend on beside their keys, this code and the machine, as text
+    about    all that the programs depend on other than their keys, this code and the machine, as
+             text
     devices  that run them, in their order
     """
 
@@ -76,7 +78,7 @@ class KeptPrograms:
         _drop_oldest(folder, self._folder)
 
     def load(self, key: Key, trees: tuple[Any, Any]) -> Any | None:
-        """Return a program, ready to run; None if it is not there, or damaged.
+        """Return a program, ready to run; None if it is missing or damaged.
 
         trees  of its arguments and of its result (jax.tree.structure)
         """
@@ -95,7 +97,7 @@ class KeptPrograms:
             return None
 
     def store(self, key: Key, program: Any) -> None:
-        """Keep a compiled program; one that cannot be kept, or written, is left out."""
+        """Store a compiled program; one that cannot be serialised or written is skipped."""
         path = self._path(key)
         part = path.with_suffix(f".{os.getpid()}")
         try:
@@ -114,7 +116,7 @@ class KeptPrograms:
 
 @lru_cache(maxsize=1)
 def _source() -> str:
-    """Return a digest of the package's source, which decides what programs do."""
+    """Return a digest of the package's source, on which programs depend."""
     found, root = hashlib.sha256(), Path(__file__).parents[3]
     for path in sorted(root.rglob("*.py")):
         found.update(path.read_bytes())
@@ -122,7 +124,7 @@ def _source() -> str:
 
 
 def _drop_oldest(folder: Path, own: Path) -> None:
-    """Mark a setting as used now, and remove the ones that were not for longest, beyond KEPT."""
+    """Mark a setting as used now, and delete the least recently used ones beyond KEPT."""
     with suppress(OSError):
         own.mkdir(parents=True, exist_ok=True)
         os.utime(own)

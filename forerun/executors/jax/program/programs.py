@@ -58,30 +58,30 @@ from forerun.types import Floats
 log = logging.getLogger("forerun.executors.jax")
 
 MOVED = READ = 64
-"""Nodes that one `move` moves, and whose hidden states one `hidden` gives."""
+"""Nodes that one `move` moves, and whose hidden states one `hidden` returns."""
 
 STATE_ONLY = ("move", "keep", "states", "extend", "expand", "enter")
-"""Programs that give the state back and nothing else."""
+"""Programs that return only the state."""
 
 FEW_ROWS = ("logits", "candidates")
 """Programs that read a few rows of the state."""
 
 FIRST = ("chunk", "round", "enter", "block")
-"""Programs that any text needs: the least chunk, and of the others those of one row, which are also
-timed at start-up. (bench/jax_start.py, beside load 5: 20 s of processor time for these 3 programs,
-64 s for the 8 of up to 16 rows and both chunks.)
+"""Programs that any text needs: the smallest chunk, and of the others those of one row, which are
+also timed at start-up. (bench/jax_start.py, under a load of 5: 20 s of processor time for these 3
+programs, 64 s for the 8 of up to 16 rows and both chunks.)
 """
 
 NO_STATE = (*FEW_ROWS, "block", "report", "hidden")
-"""Programs that change nothing."""
+"""Programs that do not change the state."""
 
 
 class JaxPrograms:
-    """Compiled programs and how often they ran.
+    """Compiled programs, and how often each has run.
 
-    folder  keeps them for later starts; None: they are not kept
-    params, state  on the device; `state` is another after every call
-    compile_seconds  of start-up; late  programs that start-up had not foreseen
+    folder  stores them for later starts; None: they are not stored
+    params, state  on the device; `state` is replaced by every call
+    compile_seconds  of start-up; late  programs that start-up had not compiled
     """
 
     def __init__(
@@ -122,7 +122,9 @@ class JaxPrograms:
         return *chunks, *rounds, *few, *self._of_drafts()
 
     def _of_drafts(self) -> Iterator[Key]:
-        """Return the keys that a network adds: the passes that the host runs."""
+        """Return the keys of the additional programs for a network: the passes that the host
+        runs.
+        """
         network, (nodes, width, levels) = self._functions.network, self._draft
         if network is None or not nodes:
             return
@@ -148,7 +150,7 @@ class JaxPrograms:
     def attach(
         self, network: DraftNetwork | BlockNetwork, weights: Params, held: DraftArrays
     ) -> None:
-        """Bind a draft network, its weights and its arrays; every compiled program is dropped."""
+        """Attach a draft network, its weights and its arrays; drops every compiled program."""
         self._drop()
         self._functions = replace(self._functions, network=network)
         self.params = {**self.params, "draft": weights}
@@ -157,7 +159,7 @@ class JaxPrograms:
         self.state = self.state._replace(draft=held)
 
     def calibrate(self, chances: Floats) -> None:
-        """Have rounds use OnDeviceDraftSpec.chances from the next one on."""
+        """Use OnDeviceDraftSpec.chances in rounds from the next one on."""
         draft = self.params["draft"]
         whole = np.array(self._chances)
         whole[:, :, : chances.shape[2]] = chances
@@ -167,8 +169,8 @@ class JaxPrograms:
             self.params = {**self.params, "draft": {**draft, "pairs": pairs}}
 
     def keep_state(self, width: int, levels: int) -> None:
-        """Let rounds go on from each other: make room in the state for trees of this width and
-        these levels. Compiled programs are dropped, unless there was such room already.
+        """Let rounds overlap: allocate room in the state for trees of this width and these levels.
+        Drops compiled programs, unless there was such room already.
         """
         if self._functions.future == (width, levels):
             return
@@ -184,7 +186,9 @@ class JaxPrograms:
 
     @property
     def left(self) -> int:
-        """How many programs wait for `compile_rest`, or for a step that needs them."""
+        """Number of programs that are still to be compiled, by `compile_rest` or by a step that
+        needs them.
+        """
         return len(self._rest.keys() - self._compiled.keys())
 
     def warm_up(
@@ -194,10 +198,10 @@ class JaxPrograms:
         threads: int,
         progress: Callable[[int, int], None],
     ) -> None:
-        """Compile the FIRST programs for these sizes, `threads` at once: the compiler releases
-        Python's lock. The others wait for `compile_rest`, or for a step that needs them.
+        """Compile the FIRST programs for these sizes, `threads` at once, since the compiler
+        releases the GIL. The others are compiled by `compile_rest`, or by a step that needs them.
 
-        draft     trees of width and depth are grown within rounds, if it has any
+        draft     trees of its width and depth are built within rounds, if it has any
         progress  called with (done, total), before the first and after each. Sets compile_seconds.
         """
         self._drop()
@@ -222,8 +226,8 @@ class JaxPrograms:
         self.compile_seconds = perf_counter() - began
 
     def ready(self, buckets: Buckets) -> Buckets:
-        """Return the sizes that steps may have now: while others are compiled (`compile_rest`)
-        those of compiled rounds and chunks, else all.
+        """Return the sizes that steps may have now: while others are being compiled
+        (`compile_rest`) those of compiled rounds and chunks, else all.
         """
         if self._pool is None or not self._rest:
             return buckets
@@ -237,8 +241,8 @@ class JaxPrograms:
         return replace(buckets, rows=rows or buckets.rows, chunks=chunks or buckets.chunks)
 
     def compile_rest(self) -> None:
-        """Begin to compile what `warm_up` left, one after the other in a thread; returns at once.
-        What a step needs sooner it compiles itself, or waits for.
+        """Start compiling the programs that `warm_up` left, one after the other in a thread;
+        returns at once. A step that needs one sooner compiles it itself, or waits for it.
         """
         if self._rest and self._pool is None:
             self._pool = ThreadPoolExecutor(1, "forerun-compile")
@@ -247,26 +251,26 @@ class JaxPrograms:
                 begun.add_done_callback(_say_failed)
 
     def wait(self) -> None:
-        """Wait until everything is compiled. Raises what compiling raises."""
+        """Wait until everything is compiled. Raises the compiler's exceptions."""
         for key in list(self._rest):
             self._of(key)
 
     def close(self) -> None:
-        """Compile nothing more; waits for the program that is being compiled."""
+        """Stop compiling; waits for the program that is being compiled."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 
     def _drop(self) -> None:
-        """Forget every compiled program."""
+        """Discard every compiled program."""
         self.close()
         self._compiled.clear()
         self._rest.clear()
         self._kept = None
 
     def run(self, key: Key, *given: Any) -> Any:
-        """Dispatch a program that changes the state. Returns its record on the device, not waited
-        for; None if it has none. A program that is not compiled yet is compiled first and
+        """Dispatch a program that changes the state. Returns its record on the device, without
+        waiting; None if it has none. A program that is not compiled yet is compiled first and
         counted in `late`.
         """
         self.dispatches += 1
@@ -275,8 +279,8 @@ class JaxPrograms:
         return rest
 
     def ask(self, key: Key, *given: Any) -> np.ndarray:
-        """Run a program that changes nothing. Returns its result, copied to the host; waits
-        for it.
+        """Run a program that does not change the state. Returns its result on the host; waits for
+        it.
         """
         self.dispatches += 1
         found: np.ndarray = jax.device_get(
@@ -285,8 +289,8 @@ class JaxPrograms:
         return found
 
     def everything(self, size: Bucket) -> Any:
-        """Grammar masks that allow every node of a round everything, as `padded_masks` has them, on
-        the device; made once per size.
+        """Return grammar masks that allow every token at all nodes of a round, in the form of
+        `padded_masks`, on the device; cached per size.
         """
         if size not in self._everything:
             which = np.full(size.total, size.total, np.int32)
@@ -312,8 +316,9 @@ class JaxPrograms:
         return np.concatenate([none, *self.parts(Key("hidden"), rows, 0, READ)])
 
     def move(self, key: Key, source: np.ndarray, target: np.ndarray, unused: Any = 0) -> None:
-        """Run `move`, `keep` or `states`: what lies at int[n] goes to int[n], or by page table at
-        int[K,n]. Nothing is ever moved to `unused`, one place or int[K,1].
+        """Run `move`, `keep` or `states`: copies the contents of places `source` int[n], or by page
+        table int[K,n], to places `target`. Nothing is ever copied to `unused`, one place or
+        int[K,1].
         """
         for begin in range(0, source.shape[-1], MOVED):
             part = slice(begin, begin + MOVED)
@@ -327,7 +332,7 @@ class JaxPrograms:
         self, key: Key, given: np.ndarray, axis: int = 1, each: int = FEW
     ) -> list[np.ndarray]:
         """Return the results of a program that reads `each` of given int32[...,n] at a time, as a
-        list of arrays on the host, in which they lie along `axis`. [] for n = 0.
+        list of arrays on the host, to be concatenated along `axis`. [] for n = 0.
         """
         found = []
         for begin in range(0, given.shape[-1], each):
@@ -338,8 +343,8 @@ class JaxPrograms:
         return found
 
     def text(self, key: Key) -> str:
-        """Return the compiler's text of a program (HLO), for tests and people; compiles it if need
-        be.
+        """Return the compiler's text of a program (HLO), for tests and debugging; compiles it if
+        needed.
         """
         return str(self._of(key).as_text())
 
@@ -356,7 +361,7 @@ class JaxPrograms:
         return self._made(key)
 
     def _made(self, key: Key) -> Any:
-        """Return a program, loaded if it is kept, else compiled and kept."""
+        """Return a program, loaded if it is stored, else compiled and stored."""
         made = self._kept and self._kept.load(key, self._trees(key))
         if made is None:
             lowered, loaded = self._lowered(key), loads()
@@ -368,7 +373,7 @@ class JaxPrograms:
 
     @property
     def _about(self) -> str:
-        """All that programs depend on beside their keys, in words."""
+        """All that programs depend on other than their keys, as text."""
         functions, network = self._functions, self._functions.network
         drafts = network and (type(network).__name__, network.sizes, network.fixed)
         parts = replace(functions, network=None), drafts, self._words, self._slots
@@ -395,7 +400,7 @@ class JaxPrograms:
         return made.lower(_shapes(self.params), _shapes(self.state), *self._given(key))
 
     def _given(self, key: Key) -> tuple[Any, ...]:
-        """Return the shapes of a program's inputs beside parameters and state."""
+        """Return the shapes of a program's inputs other than parameters and state."""
 
         def ints(*shape: int) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._whole)
@@ -430,7 +435,7 @@ class JaxPrograms:
 
 
 def _returned(key: Key, state: Any, record: Any) -> Any:
-    """Return what a program returns, of these two."""
+    """Return the result of a program: the state, the record, or both."""
     if key.kind in NO_STATE:
         return record
     return state if key.kind in STATE_ONLY else (state, record)
@@ -443,8 +448,8 @@ def _shapes(tree: Any) -> Any:
 
 
 def _soon(key: Key) -> tuple[bool, int]:
-    """Return a program's place among those that wait: drafts' passes first, which a text's first
-    steps run, then few rows before many.
+    """Return a program's priority among those to compile: drafts' passes first, which a text's
+    first steps run, then few rows before many.
     """
     return key.kind in ("round", "shaped"), key.size.total
 
@@ -457,7 +462,7 @@ def _say_failed(ended: Future[Any]) -> None:
 
 
 def keep_compiled(folder: str) -> None:
-    """Keep compiled programs in `folder`, and load those that are there, for the whole process
+    """Store compiled programs in `folder`, and load those that are there, for the whole process
     (JAX's persistent compilation cache).
     """
     jax.config.update("jax_compilation_cache_dir", folder)

@@ -1,9 +1,9 @@
-"""The bookkeeping of recurrent states on XLA: which row of states has the state of which text.
+"""The bookkeeping of recurrent states on XLA: which row of states has the state after which text.
 
-Chunks and rounds advance the states of their rows by what they keep (functions.py). So a chunk is
-cut where a text gets a checkpoint, and copied there; a round copies by itself, at the last end of a
-page on its paths, to a row that was reserved. A row whose path the host decides stays behind: its
-next step runs the missing tokens again, as a chunk.
+Chunks and rounds advance the states of their rows by the nodes that they keep (functions.py). So a
+chunk ends where a text gets a checkpoint, and its state is copied there; a round itself copies the
+state at the last page end on its path, to a reserved row. The state of a row whose path the host
+decides is not advanced: its next step runs the missing tokens again, as a chunk.
 """
 
 from dataclasses import replace
@@ -24,14 +24,14 @@ from forerun.types import Ints
 
 
 class CatchUp(NamedTuple):
-    """A step of known tokens that a slot's state has not passed yet."""
+    """A step of known tokens that a slot's state does not cover yet."""
 
     plan: Plan
     trees: TreeBatch
 
 
 class JaxStates:
-    """The rows of states of an executor; `book` knows their texts."""
+    """The rows of states of an executor; `book` maps texts to them."""
 
     def __init__(self, limits: ExecutorLimits) -> None:
         self.book, self._zeros = StateSlots(limits), rows_of(limits)
@@ -41,20 +41,20 @@ class JaxStates:
 
     def open(self, slot_init: SlotInit, programs: JaxPrograms) -> None:
         """Bind a sequence to its slot, with the state of its cached tokens. Raises EngineError if
-        that was not kept.
+        there is no such state.
         """
         row, slot = self.book.open(slot_init), slot_init.slot
         self._texts[slot], self._lengths[slot] = slot_init.text, slot_init.cached
         self._copy(programs, self._zeros if row is None else row, slot)
 
     def close(self, slot: int) -> None:
-        """Forget the slot's sequence, if it has one."""
+        """Discard the slot's sequence, if it has one."""
         self.book.close(slot)
         self._lengths.pop(slot, None)
 
     def missing(self, plan: Plan) -> list[CatchUp]:
-        """Return what the states of a plan's slots have not passed yet. Raises EngineError for a
-        slot whose last step failed, or whose state is beyond the plan's kv_len.
+        """Return the steps of tokens that the states of a plan's slots do not cover yet. Raises
+        EngineError for a slot whose last step failed, or whose state is beyond the plan's kv_len.
         """
         found = []
         for row, slot in enumerate(plan.slots.tolist()):
@@ -72,7 +72,7 @@ class JaxStates:
 
     def claims(self, plan: Plan, trees: TreeBatch) -> dict[int, list[int]]:
         """Reserve rows for checkpoints of the known tokens that run in chunks. Returns, by row of
-        the plan, how many tokens the chunks end behind.
+        the plan, the numbers of tokens after which chunks end.
         """
         cuts = {}
         for row, slot in enumerate(plan.slots.tolist()):
@@ -85,7 +85,9 @@ class JaxStates:
         return cuts
 
     def reserve(self, plan: Plan, reach: Ints) -> dict[int, int]:
-        """Reserve rows for what a round may copy, by slot. reach: int32[B] tokens at its end."""
+        """Reserve rows for the copies that a round may make, by slot. reach: int32[B] tokens at its
+        end.
+        """
         rows = zip(plan.slots.tolist(), reach.tolist(), strict=True)
         found = {slot: self.book.reserve(slot, end) for slot, end in rows}
         return {slot: row for slot, row in found.items() if row is not None}
@@ -100,7 +102,9 @@ class JaxStates:
             self.book.register(slot, [claim])
 
     def settle(self, plan: Plan, outcome: Outcome, kept: Ints, reserved: dict[int, int]) -> None:
-        """End a step: rows that sample have passed kept int32[B] nodes from their roots on."""
+        """End a step: the states of sampling rows cover kept int32[B] more nodes, from their roots
+        on.
+        """
         for row in np.flatnonzero(plan.samples).tolist():
             slot = int(plan.slots[row])
             end = self._lengths[slot] + int(kept[row])
@@ -108,7 +112,9 @@ class JaxStates:
             self._lengths[slot] = end
 
     def failed(self, plan: Plan, reserved: dict[int, int]) -> None:
-        """Free what was reserved for a step that failed; its slots have no state any more."""
+        """Free the rows reserved for a step that failed; its slots have no valid state
+        afterwards.
+        """
         self.book.drop(reserved.values())
         for slot in plan.slots.tolist():
             self.book.drop(claim.row for claim in self._claims.pop(slot, ()))
@@ -124,7 +130,7 @@ class JaxStates:
 
 
 def _alone(plan: Plan, row: int, length: int, tokens: Ints) -> Plan:
-    """Return a plan of one row, which runs these known tokens behind `length`."""
+    """Return a plan of one row, which runs these known tokens after `length`."""
     own, none = slice(row, row + 1), np.zeros(1, np.int32)
     return replace(
         plan,

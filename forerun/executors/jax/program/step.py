@@ -26,7 +26,8 @@ from forerun.types import AnyArray, Bools, Floats, Ints
 class Drafted:
     """A step's drafts for the next step, completed as its records arrive: see NextDrafts.
 
-    sizes  of the network; confident: of width 0 if it does not say
+    sizes      of the network
+    confident  of width 0 if it has no confidence
     """
 
     rows: Bools
@@ -75,18 +76,17 @@ class Drafted:
 
 @dataclass(eq=False)
 class JaxRound(Round):
-    """A running step. `batches` and `place` of one that began from another are known once it has
-    been read.
+    """A running step. `batches` and `place` of one that began from another are known only once it
+    has been read.
 
     batches  its dispatches
-    records  the result of each that has begun, on the device; None of a chunk
+    records  the result of each that has begun, on the device; None for a chunk
     place    int32[M] a flat node's row of State.hidden; -1 = it did not run
-    rows     what programs do for its rows; `decided`: rows that programs decide
+    rows     the programs' work for its rows; `decided`: rows that programs decide
     tables   int32[B,K,W] page tables of its rows (inputs.py)
     edits    sampling parameters of rows that need a `shaped` round
     drafted  its drafts
-    reported lines of flat nodes (reports.py)
-    reserved rows of recurrent states by slot, for copies
+    reported lines of flat nodes (reports.py) reserved rows of recurrent states by slot, for copies
     """
 
     batches: list[Batch] = field(kw_only=True)
@@ -101,11 +101,9 @@ class JaxRound(Round):
 
 
 def edits_by_row(plan: Plan, sampler: HostSampler, room: int) -> EditsByRow:
-    """Return, by row, sampling parameters and edits of the rows that a round needs for rows with
-    more parameters than temperature.
-
-    Left to the host are rows with accept thresholds, with more than `room` edits, or with more
-    reported alternatives than a program finds.
+    """Return, by row, sampling parameters and edits of the rows that have more parameters than
+    temperature and that a round can decide. The host decides rows with accept thresholds, with more
+    than `room` edits, or with more reported alternatives than a program computes.
     """
     found: EditsByRow = {}
     more = ~sampler.choosing.on_device[plan.slots] | plan.constrained
@@ -126,9 +124,9 @@ def edits_by_row(plan: Plan, sampler: HostSampler, room: int) -> EditsByRow:
 
 
 def certain(plan: Plan, sampler: HostSampler) -> bool:
-    """Return whether the programs' choices for all rows are final without the host: no grammar, no
-    penalty, no top_p, no threshold, no long report. Only then may the next round begin from this
-    one.
+    """Return whether the programs' choices for all rows are final without the host: no grammar,
+    penalty, top_p or threshold, and not too many reported alternatives. Only then may the next
+    round begin from this one.
     """
     samplings = [sampler.of_row(plan, row).sampling for row in range(plan.rows)]
     return not plan.constrained.any() and all(map(_certain, samplings))
@@ -141,8 +139,8 @@ def _certain(sampling: Sampling) -> bool:
 
 
 def complete(round: JaxRound) -> None:
-    """Fill in plan, batch and trees of a round that went on from another, from its record; waits
-    for it. Changes `round`. Raises EngineError if the round before is not finished.
+    """Complete plan, batch and trees of a round that continued from another, from its record; waits
+    for it. Changes `round`. Raises EngineError if the previous round is not finished.
     """
     batch, rows = round.batches[0], round.plan.rows
     round.records[0] = record = jax.device_get(round.records[0])
@@ -172,8 +170,8 @@ def left_to_move(
 
 
 def asked_rows(plan: Plan, decided: Bools, drafted: Drafted | None = None) -> Rows:
-    """Return what programs do for the plan's rows: which they decide (bool[B]) and whose draft
-    follows. Temperatures are 0 until they are filled in.
+    """Return the programs' work for the plan's rows: which they decide (bool[B]) and which the
+    draft model follows. Temperatures are 0 until they are set.
     """
     follows = np.zeros(plan.rows, np.bool_) if drafted is None else drafted.rows
     cold = np.zeros(plan.rows, np.float32)
@@ -182,8 +180,8 @@ def asked_rows(plan: Plan, decided: Bools, drafted: Drafted | None = None) -> Ro
 
 
 def receive(record: Any, batch: Batch, choice: Ints, round: JaxRound, vocab: int) -> None:
-    """Wait for a round's record and store its parts: choices into choice int32[M] of flat nodes,
-    reported lines into `round.reported`, trees into `round.drafted`.
+    """Wait for a round's record and store its parts: choices in choice int32[M] of flat nodes,
+    reported lines in `round.reported`, trees in `round.drafted`.
     """
     found, end = jax.device_get(record), batch.size.total
     _spread(choice, batch, found[:end])
@@ -205,16 +203,16 @@ def _tell(batch: Batch, lines: Ints, choice: Ints, round: JaxRound) -> None:
 
 
 def _spread(choice: Ints, batch: Batch, record: Ints) -> None:
-    """Write a record's choices to their flat nodes, where it has any."""
+    """Write a record's choices to their flat nodes, if it has any."""
     for nodes, line in zip(batch.nodes, record.reshape(batch.size), strict=False):
         found = line[: len(nodes)]
         choice[nodes] = np.where(found >= 0, found, choice[nodes])
 
 
 class Answers:
-    """Further results of a finished step for the host; each takes a dispatch and a copy, only if
-    needed. there: no other step has begun since; after one only rows without finite logits need
-    any.
+    """Further results of a finished step for the host, each computed on demand with a dispatch and
+    a copy. there: whether no other step has begun since; after one only rows without finite logits
+    need any.
     """
 
     def __init__(

@@ -1,8 +1,9 @@
 """The target's choices and the accepted path, inside a program: forerun.speculative.accept.
 
 A node's choice is the argmax of logits / temperature + noise, in float32, ties to the lowest id.
-Noise is made for all tokens in float32, near enough to leave one token almost always; where several
-come within its error, their exact noise decides, token by token. So the choice is the host's.
+Noise is computed for all tokens in float32, which is almost always exact enough to leave one token;
+if several are within its error, their exact noise decides, token by token. So the choice is the
+host's.
 """
 
 from typing import Any, NamedTuple
@@ -34,11 +35,11 @@ class NodeSampling(NamedTuple):
     temperature: Array
 
     def further(self, levels: Any) -> "NodeSampling":
-        """Return the parameters of nodes that are `levels` levels further down."""
+        """Return the parameters of nodes that are `levels` levels deeper."""
         return self._replace(positions=self.positions + levels)
 
     def repeated(self, times: int) -> "NodeSampling":
-        """Return the parameters of n nodes so often each, one behind the other."""
+        """Return the parameters of n nodes, each repeated `times` times, contiguously."""
         return NodeSampling(*(jnp.repeat(part, times, -1) for part in self))
 
 
@@ -47,9 +48,9 @@ def choose(logits: Array, sampling: NodeSampling, allowed: Array | None = None) 
     noise.
 
     logits   float32[n,V]
-    allowed  bool[n,V], None = everything; all else is excluded
+    allowed  bool[n,V], None = everything
 
-    NOTHING (-1) where a logit is NaN or +inf, or none is possible. Equals
+    NOTHING (-1) if a logit is NaN or +inf, or no token is allowed. Equals
     forerun.speculative.accept.choose on the same logits.
     """
     finite = jnp.isfinite(logits.max(-1))
@@ -74,7 +75,7 @@ def sampled(scaled: Array, sampling: NodeSampling) -> Array:
     words = noise_words(sampling.seeds, sampling.positions, scaled.shape[1])
     near = scaled + approximate(words)
     best = near.max(-1)
-    # Two scores are each wrong by the noise's error and a rounding of their sum.
+    # Each of two scores has the noise's error and a rounding error of the sum.
     margin = 2 * APPROXIMATE_ERROR + jnp.abs(best) * np.float32(2.0**-21)
     pending = near >= (best - margin)[:, None]
     pending &= (pending.sum(-1) > 1)[:, None]
@@ -98,8 +99,9 @@ def sampled(scaled: Array, sampling: NodeSampling) -> Array:
 
 
 class Trees(NamedTuple):
-    """R rows of N nodes, [R,N] each: tokens, parents within the row (root: below 0), bool[R,N,N]
-    attention mask (itself and its ancestors), and which nodes exist, of rows that are decided here.
+    """R rows of N nodes, [R,N] each: tokens; parents within the row (root: below 0); seen, the
+    attention mask bool[R,N,N] (itself and its ancestors); and real, which nodes exist, in rows that
+    are decided here.
     """
 
     tokens: Array
@@ -109,8 +111,8 @@ class Trees(NamedTuple):
 
 
 def twins(trees: Trees) -> Array:
-    """Return bool[R,N]: nodes whose token an earlier child of the same parent has drafted already;
-    they can never be accepted.
+    """Return bool[R,N]: nodes whose token an earlier child of the same parent has too; they can
+    never be accepted.
     """
     tokens, parents = trees.tokens, trees.parents
     order = jnp.arange(tokens.shape[1])

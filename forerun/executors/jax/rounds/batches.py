@@ -1,9 +1,9 @@
 """Divides a plan into dispatches of few shapes: rounds and chunks.
 
-A *round* is R rows of N nodes whose first node is the root: all that samples. A *chunk* is one row
-of known tokens that stay whatever is accepted: everything before the root, or all of a row that
-does not sample. Both are padded to sizes that were compiled at start-up. Plain decoding is one
-round.
+A *round* is R rows of N nodes whose first node is the root: all rows that sample. A *chunk* is one
+row of known tokens that are permanent whatever is accepted: everything before the root, or all of a
+row that does not sample. Both are padded to sizes that were compiled at start-up. Plain decoding is
+one round.
 
 State.hidden has the nodes' streams, rounds' from row 0 on, chunks' from `scratch` on.
 """
@@ -23,7 +23,7 @@ from forerun.speculative.tree import TreeBatch
 from forerun.types import Ints
 
 DISPATCH = 16
-"""Nodes that a dispatch costs beside its own: 14 ms beside 1.2 ms a node on a CPU."""
+"""Overhead of a dispatch, in nodes: 14 ms against 1.2 ms per node on a CPU."""
 
 Row = tuple[int, Ints]
 """A row's number, and its flat nodes."""
@@ -43,7 +43,8 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Sizes that programs are compiled for, ascending. Few: each costs seconds at a first start.
+    """Sizes that programs are compiled for, ascending. Only a few, because each takes seconds at a
+    first start.
 
     rows, nodes  of rounds: every pair that does not exceed `most` nodes
     chunks       nodes of chunks
@@ -85,7 +86,7 @@ class Buckets:
 
     @property
     def widest(self) -> "Buckets":
-        """A copy with the same rows and the most nodes alone: sizes for passes that are rare."""
+        """A copy with the same rows and only the most nodes: sizes for passes that are rare."""
         return replace(self, nodes=self.nodes[-1:])
 
     @property
@@ -106,7 +107,7 @@ def _powers(most: int) -> tuple[int, ...]:
 class Batch:
     """One dispatch.
 
-    chunk  no row samples, all nodes are known and stay
+    chunk  whether no row samples and all nodes are known and permanent
     rows   of the plan
     nodes  of each row, flat, in their order
     begins row of State.hidden of each row's first node; the others follow
@@ -119,9 +120,8 @@ class Batch:
     begins: tuple[int, ...]
 
     def places(self) -> Ints:
-        """Return int32[R,N], the row of State.hidden that each node has.
-
-        Padding has places too, right behind its row's nodes; in a round these are the row's own.
+        """Return int32[R,N], the row of State.hidden of each node. Padding has rows too, directly
+        after its row's nodes; in a round these are the row's own.
         """
         first = np.arange(self.size.rows, dtype=np.int32) * self.size.nodes + self.begins[0]
         first[: len(self.begins)] = self.begins
@@ -141,12 +141,12 @@ def batches(
     """Return all dispatches of a step, prompt chunks first, in the order in which they must run.
 
     shape    where chunks begin in State.hidden
-    weights  by row of the plan: edits of its logits (shaping.py); other rows weigh nothing
-    room     a round's rows weigh at most this together
-    cuts     by row of the plan: numbers of known tokens, ascending, behind which a chunk ends
+    weights  by row of the plan: number of edits of its logits (shaping.py); 0 for other rows
+    room     the most edits of a round's rows together
+    cuts     by row of the plan: numbers of known tokens, ascending, after which a chunk ends
 
-    Of a tree larger than the largest round only the first nodes run, which hold whatever is above
-    them; the others count as not drafted.
+    Of a tree larger than the largest round only the first nodes run, which include all of their
+    ancestors; the others count as not drafted.
     """
     cut: list[Batch] = []
     begin = shape.scratch
@@ -179,8 +179,8 @@ def _groups(rows: list[Row], weights: dict[int, int], room: int) -> list[list[Ro
 
 
 def chunks(nodes: Ints, sizes: tuple[int, ...]) -> Iterator[tuple[Bucket, Ints]]:
-    """Cut the flat nodes int32[n] of one row into chunks, each with its Bucket, so that padding
-    plus DISPATCH nodes per chunk are fewest.
+    """Divide the flat nodes int32[n] of one row into chunks, each with its Bucket, so that padding
+    plus DISPATCH nodes per chunk are minimal.
 
     sizes  of chunks, ascending
     """
@@ -192,7 +192,7 @@ def chunks(nodes: Ints, sizes: tuple[int, ...]) -> Iterator[tuple[Bucket, Ints]]
 
 @lru_cache(maxsize=1024)
 def _cheapest(count: int, sizes: tuple[int, ...]) -> tuple[int, int]:
-    """Return the least cost of so many nodes, at most the largest size; and the first part's
+    """Return the least cost of `count` nodes, at most the largest size; and the first part's
     size.
     """
     whole = _at_least(sizes, count)
@@ -220,8 +220,8 @@ def _rounds(groups: list[list[Row]], buckets: Buckets) -> Iterator[Batch]:
 def sized(
     rows: list[Row], buckets: Buckets, full: bool = False
 ) -> Iterator[tuple[Bucket, list[Row]]]:
-    """Cut rows into rounds: yields each round's Bucket with its rows, which are all of one padded
-    width where one round does not hold them all.
+    """Divide rows into rounds: yields each round's Bucket with its rows, which are all of one
+    padded width unless one round has room for them all.
 
     rows  (row of the plan, its flat nodes), at least one
     full  allow no empty rows, so that several lists of rows take no more nodes than one

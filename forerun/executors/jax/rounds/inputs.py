@@ -62,7 +62,7 @@ def packed_size(size: Bucket, tables: tuple[int, int]) -> int:
 
 
 class Rows(NamedTuple):
-    """What programs do for a plan's rows.
+    """The programs' work for a plan's rows.
 
     decided     bool[B] a program decides their paths; ignored for a chunk, whose nodes all stay
     draft_slot  int32[B] the slot whose draft shall follow; -1 = none
@@ -82,7 +82,7 @@ def packed(
     """Return the vector int32[packed_size] that a program reads for one batch of a complete plan.
 
     choosing  temperature, seed and prompt length by slot
-    asked     what programs do for the plan's rows
+    asked     the programs' work for the plan's rows
     tables    int32[B,K,W] of the plan's rows
     """
     whole, views = _blank(batch, tables)
@@ -113,7 +113,7 @@ def packed_carried(
     length, root and tree from its slot.
 
     ends  int32[B] as in `Executor.begin_after`
-    most  int32[B] draft tokens of each row at most
+    most  int32[B] the most draft tokens of each row
     """
     whole, views = _blank(batch, tables)
     rows = slice(0, plan.rows)
@@ -133,7 +133,7 @@ def _blank(batch: Batch, tables: Ints) -> tuple[Ints, dict[str, Any]]:
     whole, views = zeros_of(_shapes(size, (kinds, width)))
     views["draft_slot"][:] = views["of_slot"][:] = views["of_copies"][:] = -1
     views["parents"][:] = -1
-    # What is no node sees itself alone.
+    # Padding attends only to itself.
     views["intervals"][0] = 2 * size.nodes + np.arange(size.nodes)
     views["intervals"][1] = views["intervals"][0] + 1
     views["place"][:] = batch.places()
@@ -152,7 +152,7 @@ def _put_choosing(
 
 
 class Inputs(NamedTuple):
-    """The vector, read inside a program; shapes as above."""
+    """The input vector inside a program; shapes as above."""
 
     kv_len: Array
     tables: Array
@@ -165,8 +165,8 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, whole: Array, size: Bucket, tables: tuple[int, int]) -> "Inputs":
-        """Read a vector int32[packed_size] inside a program: views of its parts, and the ancestors,
-        positions and seeds that follow from them.
+        """Return the parts of a vector int32[packed_size] inside a program, and the ancestors,
+        positions and seeds computed from them.
         """
         views = views_of(whole, _shapes(size, tables))
         depth = views["depth"]
@@ -208,7 +208,7 @@ class Inputs(NamedTuple):
 
 
 def padded_masks(batch: Batch, masks: NodeMasks | None, words: int) -> tuple[Ints, Ints]:
-    """Grammar masks at a fixed size: which mask each node uses, int32[R*N], and their bits
+    """Return grammar masks at a fixed size: which mask each node uses, int32[R*N], and their bits
     int32[R*N+1,words], of which the last row is all ones, "everything allowed".
 
     words  ceil(V/32)

@@ -1,9 +1,9 @@
 """forerun.speculative.noise in a program: the same words, the same Gumbel variables.
 
 JAX computes in 32 bits unless a process-wide switch says otherwise. So products of two 32-bit words
-are put together from 16-bit halves. -log(-log(u)), which the host computes in float64, is computed
-so too, but for few tokens only, since float64 is slow or emulated on most devices: `approximate`
-bounds the others away (accept.py). Why a program decides near ties: decision 0027.
+are computed from 16-bit halves. -log(-log(u)), which the host computes in float64, is computed in
+float64 for few tokens only, since float64 is slow or emulated on most devices: `approximate`
+excludes the others (accept.py). Why a program decides near ties: decision 0027.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _STEP = np.float64(2.0**-32)
 
 APPROXIMATE_ERROR = 2e-5
-"""`approximate` is nearer than this; 2e-6 was the most over 2**24 words and both ends."""
+"""Bound of the error of `approximate`; the greatest over 2**24 words and both ends was 2e-6."""
 
 
 def _multiply(word: Array, constant: int) -> tuple[Array, Array]:
@@ -85,10 +85,9 @@ def words_of(seeds: Array, positions: Array, tokens: Array) -> Array:
 
 
 def approximate(words: Array) -> Array:
-    """Return Gumbel variables float32[...] of words uint32[...], wrong by less than
-    APPROXIMATE_ERROR.
-
-    Near u = 1 the logarithm is taken of what is missing to 1, which a float32 holds exactly enough.
+    """Return Gumbel variables float32[...] of words uint32[...], with an error below
+    APPROXIMATE_ERROR. Near u = 1 the logarithm is computed from 1 - u, which float32 represents
+    exactly enough.
     """
     small = (words.astype(jnp.float32) + 0.5) * np.float32(2.0**-32)
     missing = ((~words).astype(jnp.float32) + 0.5) * np.float32(2.0**-32)

@@ -1,8 +1,9 @@
-"""Log-probabilities, made where the logits are: what crosses to the host is what is reported.
+"""Log-probabilities, computed where the logits are, so that only the reported values are copied to
+the host.
 
-A line is int32[1 + 2*k]: bits of one token's log-probability, the ids of the k likeliest tokens,
-best first, ties by lowest id, and bits of theirs; k = TOP, or the vocabulary where that is smaller.
-Raw ones, before any sampling parameter, in nats, in float32.
+A line is int32[1 + 2*k]: bits of one token's log-probability, the ids of the k most probable
+tokens, best first, ties by lowest id, and bits of theirs; k = TOP, or the vocabulary size if that
+is smaller. They are raw, before any sampling parameter, in nats, in float32.
 """
 
 import jax.numpy as jnp
@@ -11,28 +12,29 @@ from jax import Array, lax
 from forerun.speculative.sampling import Sampling
 
 TOP = 20
-"""Alternatives of a token that a program can report; the host computes more."""
+"""The most alternatives of a token that a program can report; the host computes more."""
 
 REPORTED = 16
 """Prompt tokens whose log-probabilities are computed in one dispatch."""
 
 MASS_ERROR = 1e-4
-"""Relative error of a sum of probabilities in float32, at most: some 900 roundings, one after the
-other, of 2**-24 each, and two of every exponential."""
+"""Bound of the relative error of a sum of probabilities in float32: about 900 consecutive roundings
+of 2**-24 each, and two of every exponential.
+"""
 
 _RUN = 256
-"""Probabilities that are added up one after the other."""
+"""Probabilities that are added one after the other."""
 
 
 def reports_logprobs(sampling: Sampling) -> bool:
     """Return whether a program reports the log-probabilities of the tokens it chooses: the request
-    wants them, and no more than TOP alternatives.
+    has logprobs, and at most TOP alternatives.
     """
     return sampling.logprobs is not None and sampling.logprobs <= TOP
 
 
 def line_size(vocab: int) -> int:
-    """Return the numbers of a line: 1 + 2 * min(TOP, vocab)."""
+    """Return the elements of a line: 1 + 2 * min(TOP, vocab)."""
     return 1 + 2 * min(TOP, vocab)
 
 

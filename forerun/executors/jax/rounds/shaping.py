@@ -1,14 +1,14 @@
 """Every sampling parameter in a program: forerun.speculative.sampling.process, and the choice.
 
 Penalties, biases and early stop tokens come as one list of edited tokens for all rows, read up to
-its length; a node adds its ancestors' draft tokens. Cut-offs sort nothing: the k-th
-largest logit is computed bit by bit, if a row needs it.
+its length; a node adds its ancestors' draft tokens. Cut-offs need no sort: the k-th largest logit
+is computed bit by bit, if a row needs it. The choice equals the host's bit for bit on machines with
+the host's float32 arithmetic.
 
-The choice equals the host's to the bit on machines with the host's float32 arithmetic. Only top_p
-sums numbers, the host in float64: here the program cuts a set that is certainly too small and one
-that is certainly too large, and if these do not agree on the choice there is none: then the host
-decides a root, and a draft token's node is not accepted. The host decides rows with accept
-thresholds.
+Only top_p sums numbers, on the host in float64: the program keeps one set of tokens that is
+certainly too small and one that is certainly too large, and if these do not give the same choice
+there is none: then the host decides a root, and a draft token's node is not accepted. The host
+decides rows with accept thresholds.
 """
 
 from collections.abc import Callable
@@ -27,31 +27,31 @@ from forerun.speculative.sampling import LEAST_TOP_P, History, Sampling
 from forerun.types import Ints
 
 Reaches = Callable[[Array], Array]
-"""Whether values uint32[...] reach what is wanted, bool[...]."""
+"""Whether values uint32[...] reach the requested count or mass, bool[...]."""
 
 SEEN, BANNED = 1, 2
-"""Of an edit: the token was seen (repetition penalty), it is a stop token."""
+"""Flags of an edit: SEEN, the token was seen (repetition penalty); BANNED, it is a stop token."""
 
 FEW_EDITS = 64
-"""Usual most tokens of a row with changed logits."""
+"""The usual maximum of tokens of a row with changed logits."""
 
 MOST_BIASES = 512
-"""Tokens that one request's biases and stop tokens name, mostly."""
+"""The usual maximum of tokens in one request's biases and stop tokens."""
 
 _READ = 256
-"""Edits that are put into their places at once."""
+"""Edits that are scattered at once."""
 
 
 Edits = dict[int, tuple[int, int, float]]
-"""By token: how often the output has it, SEEN and BANNED, and its bias."""
+"""By token: its count in the output, SEEN and BANNED, and its bias."""
 
 EditsByRow = dict[int, tuple[Sampling, Edits]]
 """By row of a plan."""
 
 
 def edits_of(sampling: Sampling, history: History) -> Edits:
-    """Return what a request changes of single tokens' logits at its next output position:
-    penalties' counts, early stop tokens, biases; may be empty.
+    """Return the changes of single tokens' logits at a request's next output position: penalties'
+    counts, early stop tokens, biases; may be empty.
     """
     found: Edits = {}
     if sampling.penalised:
@@ -72,15 +72,15 @@ def edits_of(sampling: Sampling, history: History) -> Edits:
 
 
 def room_for_edits(slots: int, context: int, vocab: int) -> int:
-    """Return the edits that one dispatch holds, all rows together: some of each row's, and one
-    whole context's different tokens. A multiple of _READ.
+    """Return the number of edits of one dispatch, all rows together: some for each row, and one for
+    each token of a whole context. A multiple of _READ.
     """
     needed = FEW_EDITS * slots + min(context, vocab) + MOST_BIASES
     return -(-needed // _READ) * _READ
 
 
 FLOATS = ("repetition", "frequency", "presence", "min_p", "top_p")
-"""Values of rows, in the vector as their bits."""
+"""Values of rows, stored in the vector as their bits."""
 
 
 def shaping_shapes(rows: int, room: int) -> Shapes:
@@ -134,7 +134,7 @@ def packed_shaping(batch: Batch, asked: EditsByRow, room: int, vocab: int) -> In
 
 
 class JaxShaping(NamedTuple):
-    """The vector, read inside a program; [R], [1] and [room]."""
+    """The vector's parts inside a program; [R], [1] and [room]."""
 
     repetition: Array
     frequency: Array
@@ -152,7 +152,9 @@ class JaxShaping(NamedTuple):
 
     @classmethod
     def of(cls, whole: Array, rows: int, room: int) -> "JaxShaping":
-        """Read an int32[total] vector of `shaping_shapes(rows, room)` inside a program."""
+        """Return the parts of an int32[total] vector of `shaping_shapes(rows, room)` inside a
+        program.
+        """
         views = views_of(whole, shaping_shapes(rows, room))
         for name in (*FLOATS, "bias"):
             views[name] = lax.bitcast_convert_type(views[name], jnp.float32)
@@ -160,7 +162,7 @@ class JaxShaping(NamedTuple):
 
 
 class Edited(NamedTuple):
-    """The edits by token, [R,V]: how often the output has it, bools seen and banned, the bias."""
+    """The edits by token, [R,V]: count in the output, bools seen and banned, the bias."""
 
     counts: Array
     seen: Array
@@ -198,7 +200,7 @@ def choose_shaped(
     logits   float32[R,N,V]
     allowed  bool[R,N,V] of grammar masks
 
-    NOTHING (-1) as in accept.choose, and where float32 sums leave open whether top_p keeps the
+    NOTHING (-1) as in accept.choose, and if float32 sums cannot decide whether top_p keeps the
     choice: then the host decides.
     """
     rows, nodes, vocab = logits.shape
@@ -259,15 +261,15 @@ def _edited(logits: Array, trees: Trees, shaping: JaxShaping, listed: Edited) ->
 
 
 def _ordered(values: Array) -> Array:
-    """Return uint32 that compare as float32 values do; both zeros are one."""
+    """Return uint32 that order as float32 values do; both zeros are equal."""
     bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
     negative = bits >> 31 > 0
     return jnp.where(negative, ~bits, bits | np.uint32(1 << 31))
 
 
 def _bitwise(reaches: Reaches, shape: tuple[int, ...]) -> Array:
-    """Return the largest uint32 that `reaches` holds for, of those that it holds for below;
-    else 0.
+    """Return the largest uint32 for which `reaches` is True, if it is True for all below; else
+    0.
     """
 
     def step(index: Array, found: Array) -> Array:
@@ -279,7 +281,7 @@ def _bitwise(reaches: Reaches, shape: tuple[int, ...]) -> Array:
 
 
 def _before(ties: Array) -> Array:
-    """Return int32[...,V], how many ties have a lower id."""
+    """Return int32[...,V], the number of ties with a lower id."""
     return jnp.cumsum(ties, -1, dtype=jnp.int32) - ties.astype(jnp.int32)
 
 
@@ -297,7 +299,7 @@ def _largest(values: Array, count: Array) -> Array:
 
 
 def _nuclei(values: Array, top_p: Array) -> tuple[Array, Array]:
-    """Return bool[...,V] twice: fewer and more tokens than the most likely ones that hold top_p
+    """Return bool[...,V] twice: fewer and more tokens than the most probable ones with mass top_p
     [...].
     """
     keys = _ordered(values)

@@ -36,12 +36,12 @@ class RoundShape:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A round's inputs, computed for its nodes.
+    """Positions, slots and noise of a round's nodes, computed from its inputs.
 
     position  int32[M] in tokens
     pages     int32[M] slot of that position in the row's pages
-    slots     int32[M] slots for keys and values: of a decided row that is a chain in `pages`, where
-              the accepted ones stay and the next step overwrites the rest; else in scratch
+    slots     int32[M] slots for keys and values: in `pages` for a decided row that is a chain,
+              where accepted ones stay and the next step overwrites the rest; else in scratch
     noise     sampling parameters of each node
     rotary    of the positions, one for each kind
     """
