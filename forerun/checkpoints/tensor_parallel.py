@@ -371,7 +371,9 @@ class RankCheckpoint:
 
 
 def axis_of(name: str) -> int:
-    """Return the axis along which the tensor of this canonical name is cut."""
+    """Return the axis along which the tensor of this canonical name is sharded: -1 for columns, 0
+    for rows.
+    """
     return -1 if cut_of(name) is Cut.COLUMN_PARTS else 0
 
 

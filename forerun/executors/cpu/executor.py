@@ -163,7 +163,9 @@ class CpuExecutor(Executor):
         return cast(Floats, self._logits[row])
 
     def release_scratch(self) -> None:
-        """Free the logits of the largest step so far: 67 MB for 64 nodes of 262,144 words."""
+        """Free the logits of the largest step so far, for example 67 MB for 64 nodes and a
+        vocabulary of 262,144 tokens.
+        """
         self._logits = np.empty((0, self.limits.vocab), np.float32)
 
     def describe(self) -> dict[str, Any]:

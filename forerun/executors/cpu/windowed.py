@@ -26,9 +26,7 @@ class _AdaptedWindowedCpuExecutor(AdaptedCpuExecutor, WindowedCpuExecutor):
 
 
 def kind_of(limits: ExecutorLimits, adapted: bool) -> type[CpuExecutor]:
-    """Return the executor class for these limits. adapted: with LoRA adapters beside the
-    weights.
-    """
+    """Return the executor class for these limits. adapted: whether LoRA adapters are loaded."""
     if limits.window_pages:
         return _AdaptedWindowedCpuExecutor if adapted else WindowedCpuExecutor
     return AdaptedCpuExecutor if adapted else CpuExecutor

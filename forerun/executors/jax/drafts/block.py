@@ -73,7 +73,7 @@ class BlockNetwork(NamedTuple):
         """Return keys and values, each [layers,R,N,G,E], of the target's features, for the
         drafter's cache.
 
-        features  [R,N,F*H] concatenated hidden states
+        features  [R,N,F*H] concatenated aux hidden states
         position  int32[R,N]
         """
         weights = params["draft"]
