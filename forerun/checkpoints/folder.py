@@ -17,6 +17,7 @@ from forerun.checkpoints.naming import (
     IN_LAYER,
     StoredPart,
     StoredTensor,
+    experts_transposed,
     layer_pieces,
 )
 from forerun.checkpoints.prediction_naming import (
@@ -27,7 +28,12 @@ from forerun.checkpoints.quantised.method import Method, read_method
 from forerun.checkpoints.shard import FLOATS, QUANTISED, read_shard
 from forerun.errors import ModelError, reason_of
 from forerun.networks.arch import Architecture, expected_tensors
-from forerun.networks.config_json import INDEXED, architecture_from, read_json
+from forerun.networks.config_json import (
+    INDEXED,
+    architecture_from,
+    read_json,
+    with_text_config,
+)
 from forerun.networks.keys import shown
 from forerun.types import Floats
 
@@ -133,7 +139,11 @@ def _stored(
     """Map each canonical name to its stored tensor. Raises ModelError naming every missing,
     unexpected or wrongly shaped tensor by its name in the files.
     """
-    pieces = {spec: layer_pieces(arch, spec, files) for spec in dict.fromkeys(arch.layer_specs)}
+    shapes = {name: file.tensors[name].shape for name, file in files.items()}
+    turned = experts_transposed(arch, shapes)
+    pieces = {
+        spec: layer_pieces(arch, spec, files, turned) for spec in dict.fromkeys(arch.layer_specs)
+    }
     wanted: dict[str, tuple[str, StoredPart]] = {}
     for name, shape in expected_tensors(arch).items():
         match = IN_LAYER.match(name)
@@ -144,9 +154,7 @@ def _stored(
             piece = pieces[arch.layer_specs[int(match[1])]][name[match.end() :]]
             wanted[name] = match[0] + piece.stored, piece
     whole = {stored: piece.whole for stored, piece in wanted.values()}
-    check_whole(
-        arch, {name: file.tensors[name].shape for name, file in files.items()}, where, whole
-    )
+    check_whole(arch, shapes, where, whole)
     return {
         name: StoredTensor(files[stored], stored, piece) for name, (stored, piece) in wanted.items()
     }
@@ -224,7 +232,7 @@ def config_of(folder: Path) -> dict[str, Any]:
     may be.
     """
     if (folder / "config.json").is_file():
-        return read_json(folder / "config.json")
+        return with_text_config(read_json(folder / "config.json"))
     hint = ""
     if (folder / "adapter_config.json").is_file():
         hint = "; it holds an adapter: merge it into its base model first"

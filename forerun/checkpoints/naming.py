@@ -16,7 +16,7 @@ or is a part of. Families differ in a table of names (_RENAMED) and in these lay
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -217,14 +217,15 @@ EXPERT = re.compile(r"(?:mlp|moe)\.experts\.(\d+)\.(gate|up|down)_proj\.(weight|
 
 
 def layer_pieces(
-    arch: Architecture, spec: LayerSpec, stored: Iterable[str] = ()
+    arch: Architecture, spec: LayerSpec, stored: Iterable[str] = (), transposed: bool = False
 ) -> dict[str, StoredPart]:
     """Map the canonical name of every tensor of a layer of `arch` with this `spec`, without the
     layer's prefix, to its part.
 
-    stored  names of the files' tensors, for families that have either of two layouts
+    stored      names of the files' tensors, for families that have either of two layouts
+    transposed  all experts' matrices are stored [in, out] (`experts_transposed`)
     """
-    stacked = arch.family == "qwen3_5_moe_text" and any(n.endswith(_STACKED) for n in stored)
+    stacked = arch.family in _IN_ONE and any(n.endswith(_STACKED) for n in stored)
     pieces = {}
     for name, shape in layer_tensors(arch, spec).items():
         piece = StoredPart(_renamed(name, arch.family), shape, shape)
@@ -240,6 +241,8 @@ def layer_pieces(
             piece = joined(name, piece, arch, spec)
             if stacked and isinstance(spec.feed_forward, Experts):
                 piece = _one_above_the_other(name, piece, spec.feed_forward, "mlp.experts")
+        elif stacked:
+            piece = _one_above_the_other(name, piece, spec.feed_forward, "mlp.experts", transposed)
         elif arch.family == "gemma4_text":
             piece = _one_above_the_other(name, piece, spec.beside, "experts")
         order = order_of(name, arch, spec)
@@ -305,17 +308,30 @@ def _stacked(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
     return replace(piece, stored=stored, whole=whole, expert=expert, transposed=True, rows=rows)
 
 
-_STACKED = "mlp.experts.gate_up_proj"
+_STACKED, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
+_IN_ONE = ("qwen3_5_moe_text", "qwen3_moe")
+"""Families with all experts in one tensor in some files."""
+
+
+def experts_transposed(arch: Architecture, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether matrices in tensors of all experts are stored [in, out], as Qwen published
+    Qwen3-VL's; transformers writes [out, in]. shapes: of the files' tensors.
+    """
+    return arch.family == "qwen3_moe" and any(
+        (name.endswith(_STACKED) and shape[-1] != arch.hidden)
+        or (name.endswith(_DOWN) and shape[1:2] != (arch.hidden,))
+        for name, shape in shapes.items()
+    )
 
 
 def _one_above_the_other(
-    name: str, piece: StoredPart, experts: Experts | None, room: str
+    name: str, piece: StoredPart, experts: object, room: str, transposed: bool = False
 ) -> StoredPart:
     """Return the part of a tensor of all experts, called room.down_proj and room.gate_up_proj; gate
-    is above up.
+    is above up. transposed: matrices are stored [in, out].
     """
     match = EXPERT.fullmatch(name)
-    if match is None or experts is None:
+    if match is None or not isinstance(experts, Experts):
         return piece
     count, part = experts.count, match[2]
     width, columns = piece.shape
@@ -324,8 +340,11 @@ def _one_above_the_other(
     else:
         first = 0 if part == "gate" else width
         stored, rows, height = f"{room}.gate_up_proj", slice(first, first + width), 2 * width
-    whole = count, height, columns
-    return replace(piece, stored=stored, whole=whole, expert=int(match[1]), rows=rows)
+    whole = (count, columns, height) if transposed else (count, height, columns)
+    expert = int(match[1])
+    return replace(
+        piece, stored=stored, whole=whole, expert=expert, rows=rows, transposed=transposed
+    )
 
 
 def joined(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:

@@ -44,7 +44,10 @@ _ALIASES: dict[str, Family] = {
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
     "gemma4_unified_text": "gemma4_text",
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
 }
 """Names of configurations that another family's reader reads; Qwen3.5's without a text_config."""
 
@@ -189,7 +192,12 @@ _WRAPPERS = {
     "gemma3": _Wrapper("Gemma3ForConditionalGeneration", ("gemma3_text",), _GEMMA3, tied=True),
     "qwen3_5": _Wrapper("Qwen3_5ForConditionalGeneration", ("qwen3_5_text",), {}),
     "qwen3_5_moe": _Wrapper("Qwen3_5MoeForConditionalGeneration", ("qwen3_5_moe_text",), {}),
+    "qwen2_vl": _Wrapper("Qwen2VLForConditionalGeneration", ("qwen2_vl_text",), {}),
+    "qwen2_5_vl": _Wrapper("Qwen2_5_VLForConditionalGeneration", ("qwen2_5_vl_text",), {}),
     "qwen3_vl": _Wrapper("Qwen3VLForConditionalGeneration", ("qwen3_vl_text",), {}),
+    "qwen3_vl_moe": _Wrapper(
+        "Qwen3VLMoeForConditionalGeneration", ("qwen3_vl_moe_text",), {"norm_topk_prob": True}
+    ),
     "gemma4": _Wrapper("Gemma4ForConditionalGeneration", ("gemma4_text",), {}, tied=True),
     "gemma4_unified": _Wrapper(
         "Gemma4UnifiedForConditionalGeneration", ("gemma4_unified_text",), _UNIFIED, tied=True
@@ -200,6 +208,22 @@ _WRAPPERS = {
     "lfm2_vl": _Wrapper("Lfm2VlForConditionalGeneration", ("lfm2",), {}, tied=True),
 }
 """By model_type."""
+
+
+_FLAT = ("qwen2_vl", "qwen2_5_vl")
+
+
+def with_text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration of Qwen2-VL or Qwen2.5-VL as transformers writes it today, with a
+    text_config; as it is published its keys are beside those of images. Any other unchanged.
+    """
+    if config.get("model_type") not in _FLAT or "text_config" in config:
+        return config
+    outer = ("architectures", "model_type", "tie_word_embeddings", *_OUTSIDE)
+    return {
+        **{key: value for key, value in config.items() if key in outer},
+        "text_config": {key: value for key, value in config.items() if key not in outer},
+    }
 
 
 def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:

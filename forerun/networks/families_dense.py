@@ -81,7 +81,8 @@ def qwen2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     if sizes.head_size * sizes.heads != sizes.hidden:
         wanted = f"{sizes.hidden} / {sizes.heads} in a Qwen2 model"
         raise keys.unfit("head_dim", sizes.head_size, wanted)
-    feed_forward, rope = Dense(keys.integer("intermediate_size")), rope_from(keys, sizes.context)
+    feed_forward = Dense(keys.integer("intermediate_size"))
+    rope = rope_from(keys, sizes.context, ignored=OF_IMAGES)
     return tuple(
         LayerSpec(plain_attention(sizes, window), rope, feed_forward, qkv_bias=True)
         for window in upper_windows(keys, sizes)

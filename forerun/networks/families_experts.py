@@ -22,7 +22,7 @@ from forerun.networks.layer_spec import (
     Router,
 )
 from forerun.networks.rope import Yarn, yarn_attention_factor
-from forerun.networks.rope_config import rope_from
+from forerun.networks.rope_config import OF_IMAGES, rope_from
 
 
 def qwen2_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
@@ -49,7 +49,8 @@ def qwen3_moe(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """Return L layers of Qwen3-MoE (arXiv 2505.09388). Raises ModelError for a key that is missing
     or cannot be used.
     """
-    biased, rope = keys.flag("attention_bias", False), rope_from(keys, sizes.context)
+    biased = keys.flag("attention_bias", False)
+    rope = rope_from(keys, sizes.context, ignored=OF_IMAGES)
     used, window = uses_windows(keys), keys.integer("sliding_window", 4096)
     keys.get("max_window_layers")  # Transformers does not look at it in this family.
     keys.require("shared_expert_intermediate_size", 0)  # Qwen3-Coder writes it.

@@ -103,6 +103,7 @@ def _rope(inner: Keys, theta: float, context: int, original: int, partial: bool 
     head.
     """
     kind = inner.text("rope_type", inner.text("type", "default"))
+    kind = "default" if kind == "mrope" else kind  # Of OF_IMAGES alone.
     if not partial and kind != "proportional":
         inner.require("partial_rotary_factor", 1.0)
     theta = inner.real("rope_theta", theta)

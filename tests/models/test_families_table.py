@@ -26,6 +26,7 @@ from tests.shape.tree import ROOT
 SAME_AS = {"mimo": "qwen2", "gemma3": "gemma3_text", "kimi_k2": "deepseek_v3"}
 SAME_AS |= {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 SAME_AS |= {"mistral3": "ministral3", "gemma4": "gemma4_text", "gemma4_unified": "gemma4_text"}
+SAME_AS |= {"qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl_moe": "qwen3_moe"}
 SAME_AS |= {"lfm2_vl": "lfm2", "qwen3_vl": "qwen3", **dict.fromkeys(INDEXED, "deepseek_v3")}
 IN_FOLDERS = ("mimo", "gemma3", *INDEXED)
 """Names in config.json that stand for another family's layers."""
