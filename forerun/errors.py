@@ -7,7 +7,7 @@ ForerunError
 │   ├── ContextError      it is longer than the model's context
 │   └── BusyError         the queue is full; try again later
 │       └── WorkerError       a process that worked for it was ended or stopped from outside
-├── MemoryPlanError   weights, caches and scratch do not fit; says what to lower
+├── MemoryPlanError   weights, caches and scratch do not fit; with what to lower
 ├── ConfigError       flags that contradict each other or the machine
 └── EngineError       the engine itself failed; never the request's fault
     ├── RankError         a process that shares the model is gone: no step can run any more

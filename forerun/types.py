@@ -1,6 +1,6 @@
 """Ids, array aliases, and the legend of dimension letters.
 
-Shapes in docstrings and signatures use these letters; one that is not here is explained beside it:
+Shapes in docstrings and signatures use these letters; others are explained where they are used:
 
     B   planned rows in a step (one row = one sequence)
     R   rows of one pass: some of B, or with padding more

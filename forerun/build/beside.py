@@ -55,7 +55,7 @@ def with_beside(
             return _chosen(config, found)
     unlayered = method.kind == "layers" and not layered
     if unlayered or auto:
-        # A file of the hub lies among those fetched with it.
+        # A file of the hub is among those downloaded with it.
         here = config.model if target is None or _path(config.model) else str(target.path)
         found = _beside(here, "mtp-{}", is_gguf)
         if found is not None and (not auto or _opens(config, found, target)):
@@ -145,7 +145,7 @@ def _path(reference: str) -> Path | None:
         return None
     if not here:
         return None
-    # A link's own name says which model it is; "." and ".." have none.
+    # A link's own name names the model; "." and ".." have none.
     return path.resolve() if path.name in ("", "..") else path.absolute()
 
 

@@ -113,7 +113,7 @@ def _besides(config: EngineConfig, layered: bool) -> str:
 
 
 def _automatic(config: EngineConfig, layered: bool, target: Checkpoint | None) -> str:
-    """Return the algorithm that AUTO stands for, by the names of target and draft; AUTO if a
+    """Return the algorithm that AUTO resolves to, by the names of target and draft; AUTO if a
     draft's folder must be opened first.
     """
     named = config.speculative_draft_model_path

@@ -72,7 +72,7 @@ class Needs:
     vocab      V
     weights    all weights, in the executor's own format
     per_token  keys and values of one token, all layers
-    windowed   the part of it in sliding-window layers, if the executor frees what lies behind the
+    windowed   the part of it in sliding-window layers, if the executor frees the pages behind the
                window
     window     tokens that it keeps of a sequence there
     per_node   scratch of one node in a step: activations
@@ -213,7 +213,7 @@ def _with_windows(
     config: EngineConfig, needs: Needs, left: int, nodes: int, wanted: int, fewest: int
 ) -> tuple[int, int] | None:
     """Return (tokens that `left` bytes have room for, pages of sliding-window layers) if these
-    layers free what lies behind the window; None if that gives fewer tokens than keeping all pages,
+    layers free the pages behind the window; None if that gives fewer tokens than keeping all pages,
     of `wanted` or as many as fit.
 
     fewest  whole windows, if memory is short
@@ -287,7 +287,7 @@ def needs_of(arch: Architecture, weights: int, per_token: int) -> Needs:
 
 
 def window_needs(arch: Architecture, needs: Needs, windowed: int) -> Needs:
-    """Return the needs of a model whose sliding-window layers free what lies behind the window, if
+    """Return the needs of a model whose sliding-window layers free the pages behind the window, if
     they can. windowed: bytes of one token's keys and values in them.
     """
     if not arch.widest_window:
@@ -297,7 +297,7 @@ def window_needs(arch: Architecture, needs: Needs, windowed: int) -> Needs:
 
 def dense_needs(config: EngineConfig, arch: Architecture, checkpoint: object) -> Needs:
     """Return the needs of a model whose weights are converted to config.dtype, in bytes; does not
-    read the checkpoint. Sliding-window layers free what lies behind the window.
+    read the checkpoint. Sliding-window layers free the pages behind the window.
     """
     width = item_bytes(config)
     # In float32 on the CPU, torch packs a tied head once more.

@@ -301,7 +301,7 @@ def _resolved(
 ) -> EngineConfig:
     """Return the configuration with the values that the memory plan and the executor decided.
 
-    policy  what policy "auto" stands for
+    policy  the policy that "auto" resolves to
     """
     limits, threads = memory.limits, executor.describe().get("threads")
     overlap = executor.capabilities.overlap if config.overlap is None else config.overlap

@@ -464,7 +464,7 @@ def joined_templates(source: str, default: Any, with_tools: Any) -> str | None:
     if not default or not with_tools:
         found: str | None = default or with_tools or None
         return found
-    # A line break behind a tag, and one at the end of a template, are left out by Jinja.
+    # A line break after a tag, and one at the end of a template, are left out by Jinja.
     plain, tools = (str(text).removesuffix("\n") for text in (default, with_tools))
     return f"{{% if tools %}}\n{tools}{{%+ else %}}\n{plain}{{%+ endif %}}"
 

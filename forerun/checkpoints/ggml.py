@@ -63,7 +63,7 @@ STORAGE = {
 UNREADABLE = frozenset(("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64"))
 """Types that cannot be converted: those of activations, and integers."""
 _LEVELS = {"Q1_0": (1, np.array([-1, 1], np.float32)), "Q2_0": (2, np.arange(-1, 3, dtype="f4"))}
-"""Type -> (bits of a number, lowest first after the block's scale; the values they stand for). The
+"""Type -> (bits of a number, lowest first after the block's scale; the values they encode). The
 gguf package does not convert these.
 """
 

@@ -80,7 +80,7 @@ class Grouped:
         )
 
     def title(self) -> str:
-        """Return its format in words: "4-bit integers in groups of 128"."""
+        """Return its format as text: "4-bit integers in groups of 128"."""
         what = {"int4": "4-bit integers", "int8": "8-bit integers", "float8": "float8"}[self.kind]
         whole = self.group >= self.shape[1]
         return f"{what} with a scale per row" if whole else f"{what} in groups of {self.group}"

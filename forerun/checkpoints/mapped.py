@@ -159,7 +159,7 @@ _POINTER = b"version https://git-lfs"
 
 
 def check_fetched(path: Path, head: bytes) -> None:
-    """Raise ModelError if a file that begins with `head` stands for another: Git without LFS leaves
+    """Raise ModelError if a file beginning with `head` is a pointer: Git without LFS leaves
     a few lines of text in place of every large file.
     """
     if head.startswith(_POINTER):

@@ -24,7 +24,7 @@ class EmbeddingRule:
     """How an embedding is computed from hidden states. It always has length 1.
 
     pooling  "last" or "mean"
-    source   the file or key that says so, for users
+    source   the file or key that it comes from, for users
     prompt   text before each input
     fault    why the model's rule is not supported, in a sentence; "" if it is
     """

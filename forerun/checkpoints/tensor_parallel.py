@@ -2,11 +2,11 @@
 parts form.
 
 Megatron's division (Shoeybi et al. 2019, arXiv 1909.08053, section 3): queries, keys, values, gate
-and up are cut by their outputs, o_proj and down_proj by their inputs, so that a layer needs two
-sums over the ranks. Embedding and head are cut by token. Everything else is on every rank, and so
-is a key/value head if there are more ranks than heads. Experts are cut in the same way, each by its
+and up are split by their outputs, o_proj and down_proj by their inputs, so that a layer needs two
+sums over the ranks. Embedding and head are split by token. Everything else is on every rank, and so
+is a key/value head if there are more ranks than heads. Experts are split in the same way, each by its
 columns, or divided as wholes: groups of ranks have the same number of experts each, and experts are
-cut only within a group. A recurrent layer is cut by its heads or channels, with its convolution and
+split only within a group. A recurrent layer is split by its heads or channels, with its convolution and
 its states, and its output product by its inputs.
 """
 
@@ -79,7 +79,7 @@ class TensorParallel:
     rank          its number, from 0
     size          number of ranks
     experts       groups of ranks among which experts are divided (ep-size); divides `size`
-    shared_whole  every rank has the whole shared expert; else it is cut by its columns
+    shared_whole  every rank has the whole shared expert; else it is split by its columns
     """
 
     rank: int = 0
@@ -159,7 +159,7 @@ class TensorParallel:
         self, name: str, shape: tuple[int, ...], arch: Architecture
     ) -> list[tuple[slice, ...]]:
         """Return this rank's pieces of a tensor of this name and shape, consecutive along `axis_of`
-        its name: one, or several if the tensor is cut by parts. arch: the whole model.
+        its name: one, or several if the tensor is split by parts. arch: the whole model.
         """
         rows, columns = slice(0, shape[0]), tuple(slice(0, length) for length in shape[1:])
         ranks = self.among(name)
@@ -343,7 +343,7 @@ class RankCheckpoint:
 
     def packed(self, name: str) -> Packed | None:
         """Return the rank's part of a matrix as stored; None for a vector, and if the part does not
-        end at the end of a block of the format, since blocks are not cut. Raises KeyError for an
+        end at the end of a block of the format, since blocks are not split. Raises KeyError for an
         unknown name.
         """
         packed = self.whole.packed(name)
@@ -371,7 +371,7 @@ class RankCheckpoint:
 
 
 def axis_of(name: str) -> int:
-    """Return the axis along which the tensor of this canonical name is sharded: -1 for columns, 0
+    """Return the axis along which the tensor of this canonical name is split: -1 for columns, 0
     for rows.
     """
     return -1 if cut_of(name) is Cut.COLUMN_PARTS else 0
@@ -379,7 +379,7 @@ def axis_of(name: str) -> int:
 
 def _parts(about: Recurrent | None, name: str, length: int) -> tuple[int, ...]:
     """Return the lengths of the consecutive parts of the axis by which a recurrent layer's tensor
-    is cut. Interleaved value heads form as many parts as a key head has value heads.
+    is split. Interleaved value heads form as many parts as a key head has value heads.
     """
     if not isinstance(about, GatedDelta):
         return (length // 3,) * 3

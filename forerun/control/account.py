@@ -154,7 +154,7 @@ class Account:
         baseline_speed  speed without the draft model, relative to plain decoding
 
         A step with a prompt, or one that began late for another reason than draft tokens, updates
-        nothing: it says nothing about decoding. A slow step with draft tokens waits for those after
+        nothing, as it is not about decoding. A slow step with draft tokens waits for those after
         it. If the next is not slow although as large, or nodes cannot take that long, it was
         interrupted; if a plain one is slow as well, the machine is: neither says anything about
         draft tokens.

@@ -256,7 +256,7 @@ class LiveCosts:
         )
 
     def _error(self, nodes: int) -> float:
-        """Return the correction of so many nodes, as a natural logarithm."""
+        """Return the correction for a number of nodes, as a natural logarithm."""
         below, above, fraction = self._neighbours(nodes)
         one, two = self.corrections[below].value, self.corrections[above].value
         return one + fraction * (two - one)

@@ -115,7 +115,7 @@ class HostDrafts:
         return [counts[row] for row in range(count)]
 
     def select(self, kv_len: list[int], with_draft_model: bool, drafts: list[Draft]) -> list[Draft]:
-        """Cut each path behind the last node that is expected to bring more than it costs, in a
+        """Cut each path after the last node that is expected to bring more than it costs, in a
         step with or without a draft model.
         """
         drafts = [self.calibration.calibrate(draft) if len(draft) else draft for draft in drafts]

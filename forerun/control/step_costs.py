@@ -31,7 +31,7 @@ class StepCosts:
     padded: bool = False
 
     def verify(self, nodes: AnyArray) -> AnyArray:
-        """Return the milliseconds to verify so many nodes; same shape as `nodes`."""
+        """Return the milliseconds to verify `nodes` nodes; same shape as `nodes`."""
         slope = (self.verify_ms[-1] - self.verify_ms[-2]) / (self.nodes[-1] - self.nodes[-2])
         beyond = np.maximum(np.asarray(nodes) - self.nodes[-1], 0)
         ms: AnyArray = np.interp(nodes, self.nodes, self.verify_ms) + slope * beyond

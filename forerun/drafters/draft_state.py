@@ -93,7 +93,7 @@ class DraftState:
     def best(
         self, choices: CandidateTokens, width: int, depth: int, mask: bytes | None = None
     ) -> CandidateTokens:
-        """Return the `width` best candidates that `mask` allows, for the token `depth` behind the
+        """Return the `width` best candidates that `mask` allows, for the token `depth` after the
         last one that is ready. At T > 0 that position's noise, which the target will use, reorders
         them.
         """

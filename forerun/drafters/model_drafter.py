@@ -152,7 +152,7 @@ class ModelDrafter:
 
     def on_device_draft(self, plan: Plan) -> OnDeviceDraftSpec | None:
         """Return the request that the step extends the model and drafts, for slots that have no
-        deferred tokens; None if there are none. It asks for as many levels as this plan allows,
+        deferred tokens; None if there are none. It requests as many levels as this plan allows,
         since the next step mostly allows the same; for at least one, so that no tokens are
         deferred.
         """
@@ -166,7 +166,7 @@ class ModelDrafter:
         levels = next(levels for levels in self._levels if levels >= depth)
         wanted &= self._deferred.begin[plan.slots] < 0
         if self._traits.runs_roots and wanted.any():
-            # A sequence that begins behind shared pages has no root before its first extension.
+            # A sequence that begins after shared pages has no root before its first extension.
             wanted &= np.array([state.ready > 0 for state in self._states_of(plan)])
         slots, sure = plan.slots[wanted], self._passes.confidence
         chances = sure.chances(self.traits.max_depth) if self._traits.confident else None

@@ -186,7 +186,7 @@ class _Text:
     chains     one per length of ORDERS
     begun      number of tokens when it began
     drafts     number of calls that drafted for it since then
-    predicted  how many of the tokens stand before the sequence itself (`indexed`)
+    predicted  how many of the tokens are before the sequence itself (`indexed`)
     noise      the position's noise and its strength
     tenant     as of SlotInit
     """

@@ -272,7 +272,7 @@ def _for_target(
         layers.append(replace(spec, attention=attention, reads=source, cache=arch.cache_of(spec)))
     if faults:
         raise ModelError("this assistant does not fit the target: " + shortened(faults))
-    # As in transformers, no softcap applies to its logits, whatever the configuration says.
+    # As in transformers, no softcap applies to its logits, whatever the configuration has.
     borrowing = replace(arch, layer_specs=tuple(layers), borrows=True, final_softcap=None)
     return borrowing, tuple(warnings)
 

@@ -202,7 +202,7 @@ def _family(config: dict[str, Any], settings: "_Settings") -> str:
 
 
 class _Settings:
-    """Looks up keys in dflash_config or beside it, as the authors' code does."""
+    """Looks up keys in dflash_config or next to it, as the authors' code does."""
 
     def __init__(self, keys: Keys, inner: Any) -> None:
         if not isinstance(inner, dict):

@@ -1,6 +1,6 @@
 """Reads prediction layers from GGUF files, with llama.cpp's names: `blk.N.nextn.*` and a decoder
 layer's own tensors after the model's, N from its number of layers on (GLM-4.5, DeepSeek V3); or
-alone in a file beside the model's (mtp-*.gguf).
+alone in a file next to the model's (mtp-*.gguf).
 """
 
 import re

@@ -52,7 +52,7 @@ class PooledPrompt:
         return int(plan.kv_len[row]) + plan.known_counts[row] == self._length
 
     def add(self, states: Floats) -> None:
-        """Add float32[n,H], the hidden states that `wanted` asked for, of one chunk."""
+        """Add float32[n,H], the hidden states that `wanted` requested, of one chunk."""
         if not len(states):
             return
         before = self._sum[None] if self._summed else np.zeros((1, states.shape[1]))

@@ -25,7 +25,7 @@ REASON_ROOM = "limited: the answer ends there, or the step or the page pool is f
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A plan and the sequences behind it. Valid until the next call of the scheduler.
+    """A plan and its sequences. Valid until the next call of the scheduler.
 
     rows    B sequences, in row order; first those that the decision is about
     opened  those of them that just took their slot: open it before the step
@@ -180,7 +180,7 @@ class Scheduler(Admission):
     def allocate_draft_tokens(
         self, rows: list[Sequence], room: int, kv_len: list[int], own: int = 1
     ) -> tuple[Several[Budget], Decision]:
-        """Return a budget for each row, at most `room` nodes in all, and the decision behind them;
+        """Return a budget for each row, at most `room` nodes in all, and the policy's decision;
         reserves their pages.
 
         kv_len  upper bounds of positions that will be in pages
@@ -211,7 +211,7 @@ class Scheduler(Admission):
         allow; reserves their pages. Parameters as in `allocate_draft_tokens`.
         """
         most = sizes[len(self.running) - 1] - 1 if (sizes := self.limits.row_nodes) else room
-        # A row at its limit, or beyond it without output tokens, wants none: others have its share.
+        # A row at its limit, or beyond it without output tokens, gets none: others have its share.
         left = [max(row.limit - row.total - own, 0) for row in rows]
         wanted = [
             min(budget.nodes, most, most * rest) for budget, rest in zip(budgets, left, strict=True)

@@ -18,7 +18,7 @@ from forerun.types import Ints
 
 @dataclass(slots=True)
 class SpeculationCounts:
-    """The counts behind SpeculationStats, while the sequence runs.
+    """The counts of SpeculationStats, while the sequence runs.
 
     reason  of the last step's budget
     draft_tokens, accepted   of each step that emitted tokens

@@ -17,7 +17,7 @@ Worked example, prompt "Hi" = 72, 105:
 Greedy text soon repeats with period 24, so n-gram lookup succeeds. At temperature 1 the best token
 has probability 1 - exp(-1/2) = 0.393, the next id up 0.239, then 0.145, ...
 
-The hidden state of a token is (256, x, y, s mod 256) / 256, as far as pages tell.
+The hidden state of a token is (256, x, y, s mod 256) / 256, read from the pages.
 
 "Keys" are positions and "values" are tokens, in real pages: s, x and y are read through the page
 table, so a wrong page changes the text or is reported.

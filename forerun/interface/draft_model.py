@@ -107,7 +107,7 @@ class DraftExtension:
 class DraftLevel:
     """One level of draft tokens to run, in the trees of R rows.
 
-    tokens      int32[n]    target ids; node n stands for this token
+    tokens      int32[n]    target ids, one per node
     parents     int32[n]    draft node above; -1 = the row's root
     start       int32[R+1]  row r owns nodes start[r]:start[r+1]
     kv_len      int32[R]    cached draft positions the row sees
@@ -207,7 +207,7 @@ class BlockCandidates:
 def no_candidates(scored: int) -> Candidates:
     """Return Candidates of shape [0,0], the answer of a block drafter to `DraftModel.extend`.
 
-    scored  how many tokens the extension wants candidates for
+    scored  number of tokens whose candidates the extension requests
 
     Raises EngineError if that is not 0: a block drafter proposes through `block` only.
     """

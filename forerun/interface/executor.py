@@ -48,7 +48,7 @@ class ExecutorLimits:
     checkpoints   recurrent states stored at ends of pages, in addition to one per slot, for a
                   model with such layers; see `Executor.reusable_prefix_len`
     window        positions that sliding-window layers see
-    window_pages  pages in the pool of sliding-window layers, which free a page once it lies more
+    window_pages  pages in the pool of sliding-window layers, which free a page once it is more
                   than `window` positions before a sequence's next one; 0 = they keep all pages
     """
 
@@ -144,7 +144,7 @@ class PageContents(Protocol):
 
 class WindowContents(Protocol):
     """Reads and writes, between steps, the keys and values that sliding-window layers hold for a
-    page. They are freed once the page lies behind every window.
+    page. They are freed once the page is behind every window.
     """
 
     @property
@@ -327,7 +327,7 @@ class Executor(Protocol):
         return
 
     def adapt(self, adapters: tuple[LoraAdapter, ...]) -> None:
-        """Load LoRA adapters, which run beside the weights for slots that name one by its index
+        """Load LoRA adapters, which run on top of the weights for slots that name one by its index
         here (`SlotInit.adapter`). Called at most once, before the first slot is opened. Raises
         ConfigError if the executor supports none, or not these.
         """

@@ -20,7 +20,7 @@ class OnDeviceDraftSpec:
     levels  of draft tokens, at least one; a device without room for all of them grows fewer
     chances float32[2,2,D,10]: a confidence c in the best token below a node at depth d counts as
             the chance a + b * c, with a, b = chances[:,s,d,t] for greedy (0) and sampled texts, in
-            the tenth t of c; None if the draft model says none
+            the tenth t of c; None if the draft model has none
     """
 
     slots: Ints

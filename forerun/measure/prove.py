@@ -44,7 +44,7 @@ class Trial:
     group         sequences at once in the batched runs
     seed          of prompt 0; prompt i uses seed + i
     grammar       what every answer must follow; it then ends where the grammar does
-    mixed         each prompt asks for other things (mixed.py), and some need not follow
+    mixed         the prompts have various options (mixed.py), and some need not follow
                   the grammar
     """
 

@@ -239,7 +239,7 @@ class Architecture:
 
     @property
     def widest_window(self) -> int:
-        """The most tokens that a sliding-window layer sees, if what lies behind can be freed; 0
+        """The most tokens that a sliding-window layer sees, if the pages behind it can be freed; 0
         without such a layer, with recurrent layers, or if a layer without a window reads its keys.
         """
         if self.recurrent is not None or self.latent is not None or self.borrows:

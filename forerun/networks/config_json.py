@@ -178,7 +178,7 @@ class _Wrapper:
     class_name  the only value of `architectures`
     inner       possible families of the language model; the first is the default
     defaults    transformers' defaults of keys that text_config may leave out
-    tied        default of tie_word_embeddings, whatever text_config says; a head in the files that
+    tied        default of tie_word_embeddings, whatever text_config has; a head in the files that
                 differs from the embedding is used anyway
     """
 
@@ -291,7 +291,7 @@ def _plain_name(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _architecture(keys: Keys) -> Architecture:
     for name in _ANNOUNCED:
-        keys.get(name)  # The tensors say how many there are.
+        keys.get(name)  # The tensors determine how many there are.
     keys.get("quantization_config")  # Of the files, not of the model: models/quantised.
     family = keys.get("model_type")
     if family not in FAMILIES:

@@ -55,7 +55,7 @@ def _read_common(keys: Keys) -> None:
     """Read the keys that Qwen3.5's configurations have and Qwen3-Next's do not."""
     if not keys.flag("attn_output_gate", True):
         raise keys.unfit("attn_output_gate", False, "true in a Qwen3.5 model")
-    keys.get("mtp_use_dedicated_embeddings")  # The tensors say it.
+    keys.get("mtp_use_dedicated_embeddings")  # The tensors determine it.
     keys.get("mamba_ssm_dtype")  # States are float32 here.
 
 

@@ -277,7 +277,7 @@ def gpt_oss(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     """
     keys.require("swiglu_limit", CLAMP)
     keys.require("swiglu_alpha", CLAMP_SLOPE)
-    keys.get("initial_context_length")  # What rope_scaling says.
+    keys.get("initial_context_length")  # Repeats rope_scaling.
     biased = keys.flag("attention_bias", True)
     top_k = keys.integer("num_experts_per_tok", keys.get("experts_per_token", 4))
     keys.require("experts_per_token", top_k)

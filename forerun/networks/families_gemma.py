@@ -102,7 +102,7 @@ def gemma4(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     if keys.get("use_bidirectional_attention") not in (None, "vision"):  # Of images alone.
         raise keys.unfit("use_bidirectional_attention", "all", "null or vision to run here")
     slides = slides_of(keys, sizes, [bool((i + 1) % _EVERY) for i in range(sizes.layers)])
-    slides[-1] = False  # As transformers does, whatever layer_types say.
+    slides[-1] = False  # As in transformers, whatever layer_types are.
     ropes = {FULL: Rope(1e6, Proportional(0.25)), SLIDING: Rope(1e4)}
     if keys.get("rope_parameters") is not None:
         ropes = ropes_by_kind(keys, sizes.context, {FULL: 1e6, SLIDING: 1e4})
@@ -196,7 +196,7 @@ def _token_vector(keys: Keys, sizes: ArchitectureSizes) -> int:
 
 
 def _gemma4_experts(keys: Keys) -> Experts | None:
-    """Return the experts beside each layer's feed-forward."""
+    """Return the experts in parallel with each layer's feed-forward."""
     names = ("num_experts", "top_k_experts", "moe_intermediate_size")
     if not keys.flag("enable_moe_block", False):
         for name in names:

@@ -49,7 +49,7 @@ NORM_NAMES: dict[Norms, NormNames] = {
 }
 """transformers' names: in "pre" the norm before the feed-forward is called post_attention."""
 BESIDE_NORMS = (f"{_AFTER}_1", f"{_BEFORE}_2", f"{_AFTER}_2")
-"""Norms of a layer with experts beside a feed-forward: after the feed-forward, before and after the
+"""Norms of a layer with experts and a feed-forward: after the feed-forward, before and after the
 experts.
 """
 
@@ -127,7 +127,7 @@ class GatedDelta:
         o  = S^T q           RMSNorm(o) SiLU(z) is the input of the output product
 
     Value head j shares key head j // r, of r = value_heads / key_heads; `tiled`: key head j %
-    key_heads, as value heads stand in GGUF files of Qwen3.5.
+    key_heads, as value heads are ordered in GGUF files of Qwen3.5.
 
     The state of a text is S, and the convolution's inputs of its last window - 1 tokens.
     """
@@ -321,7 +321,7 @@ class LayerSpec:
                   model's
     reads         the number of the layer, of the same shape, whose keys and values it attends to,
                   having none of its own (Architecture.borrows: of another model); None: its own
-    beside        experts beside the dense feed-forward, each of the two with norms of its own;
+    beside        experts next to the dense feed-forward, each of the two with norms of its own;
                   their sum goes through the norm after the feed-forward
     token_vector  numbers of a vector that each token has for this layer (Gemma 3n's and 4's
                   per-layer embeddings); after the feed-forward, x + norm(projection(

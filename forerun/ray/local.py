@@ -172,7 +172,7 @@ def watched(count: int, ended: threading.Event) -> None:
     while not ended.is_set():
         try:
             now = look()
-        except Exception as error:  # noqa: BLE001 - Ray says so by exceptions of many kinds.
+        except Exception as error:  # noqa: BLE001 - Ray raises many classes.
             log.debug("Ray does not report the replicas' state: %s", error)
             now = before
         if now.running == count != before.running:

@@ -325,7 +325,7 @@ class Models:
                 return
             idle = [one for one in loaded if not one.active]
             if not idle and not loaded and not coming:
-                return  # Its own plan says what does not fit, and what to lower.
+                return  # Its own plan reports what does not fit, and what to lower.
             if not idle and coming:  # They may fail, or take less.
                 waiting = [one.loading for one in coming if one.loading is not None]
                 await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

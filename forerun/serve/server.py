@@ -41,7 +41,7 @@ SILENT_SECONDS = 60.0
 ROOM_SECONDS = 0.5
 """Seconds that a new connection is not closed to make room: asyncio retries after a second."""
 MOST_FILES = 65536
-"""Most open files that a server asks the system for."""
+"""The most open files that a server requests from the system."""
 IDLE_SECONDS = 75
 """Seconds that a connection may stay open between requests: longer than client pools reuse
 theirs.

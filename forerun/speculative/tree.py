@@ -1,4 +1,4 @@
-r"""Token trees: what a step asks the target to score.
+r"""Token trees, which a step has the target score.
 
 A row is a chain of *known* tokens (a prompt chunk, or just the last token) whose end is
 the *root*, followed by draft tokens that hang below the root:

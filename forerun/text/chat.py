@@ -123,7 +123,7 @@ class ChatTemplate:
             raise RequestError(
                 f"continue_final_message: {place} must be the assistant's text so far.", place
             )
-        # A marker of its own at the end of the message says where the template closes it.
+        # A marker of its own at the end of the message shows where the template closes it.
         marked = [*messages[:-1], {**last, "content": f"{last['content']}{_END_OF_MESSAGE}"}]
         text, marker = self._render(marked, tools, False, extra)
         text, found, _ = text.rpartition(_END_OF_MESSAGE)

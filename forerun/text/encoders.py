@@ -70,7 +70,7 @@ class Encoders:
                     self._made = _for_places(spec)
                 self._watch(spec)
                 del spec
-                trim_memory()  # Of 262,144 words 60 MB are left over.
+                trim_memory()  # Else 60 MB remain for 262,144 tokens.
         encoder = self._made[place]
         try:
             ids: list[int] = encoder.encode_batch_fast([text], add_special_tokens=False)[0].ids

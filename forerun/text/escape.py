@@ -78,7 +78,7 @@ class Escape:
         return self._controls.whole.sub(lambda match: match[0][0] + marker + match[0][1:], text)
 
     def name(self, text: str) -> str:
-        """Return a role that no template knows, with a marker after it, so that adjacent text
+        """Return a role that no template has, with a marker after it, so that adjacent text
         cannot make it part of a control string.
         """
         return self.text(text) + self._marker

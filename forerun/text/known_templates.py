@@ -1,4 +1,4 @@
-"""Chat templates that llama.cpp knows by name, for `--chat-template NAME`.
+"""Chat templates that llama.cpp has by name, for `--chat-template NAME`.
 
 For models whose file has none: the facts of their formats, written as Jinja. None supports tools;
 these are added to the system message (text/conversation.py).

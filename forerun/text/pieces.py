@@ -73,7 +73,7 @@ def byte_alphabet() -> dict[int, str]:
     return table
 
 
-# For str.translate. What stands for no byte becomes what Latin-1 cannot hold.
+# For str.translate. Characters of no byte map to one outside of Latin-1.
 _BYTE_LETTERS = dict.fromkeys(range(256), "\ufffd") | {
     ord(letter): chr(value) for value, letter in byte_alphabet().items()
 }
@@ -139,7 +139,7 @@ def _utf8(text: str) -> bytes:
 def _byte_level(text: str) -> bytes:
     try:
         return text.translate(_BYTE_LETTERS).encode("latin-1")
-    except UnicodeEncodeError:  # Not written in the letters that stand for bytes.
+    except UnicodeEncodeError:  # Not written in the characters of bytes.
         return _utf8(text)
 
 

@@ -1,5 +1,5 @@
 """Caches tokenizers on disk in the form that encoding and decoding need: deriving one of 262,144
-words takes three seconds, with scores five.
+tokens takes three seconds, with scores five.
 
 A file's name is a hash of the tokenizer's source and of the code that derives it, and the file has
 a checksum. It is used only if all of it is valid; in doubt the tokenizer is derived again. If the

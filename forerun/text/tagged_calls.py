@@ -132,7 +132,7 @@ class FunctionTags:
 
     @property
     def begins(self) -> re.Pattern[str]:
-        """Pattern of the beginning of a parameter; group `string` says whether it is a string."""
+        """Pattern of the beginning of a parameter; group `string` is whether it is a string."""
         before, given, behind = self.parameter.partition("{string}")
         typed = f"(?P<string>true|false){re.escape(behind)}" if given else ""
         return re.compile(_tag(before) + typed)
@@ -181,7 +181,7 @@ class FunctionCalls(KeyedCalls):
         self._function_mark = tags.function.partition("{}")[0]
         self._behind = tags.parameter.partition("{}")[0], tags.function_end
         self._closers = (closer,) if closer else ()
-        # By how a declared parameter begins: its key, and whether it is said to be a string.
+        # By how a declared parameter begins: its key, and whether it is marked as a string.
         self._declared_as: dict[str, tuple[str, bool]] = {}
         self._heads = Openings(())
         # Place in a parameter that is not whole before which it does not end.

@@ -22,7 +22,7 @@ Coder does: an answer, or a fence in it, that begins with an offered function's 
     seed-oss     the same in <seed:tool_call>                                   Seed-OSS
     minimax-m2   <minimax:tool_call>\n<invoke name="f">\n<parameter name="k">v</parameter>\n
              </invoke>\n...</minimax:tool_call>                                  MiniMax M2
-    deepseek-v3.2  the same in tags of their own, which say what is a string     DeepSeek V3.2
+    deepseek-v3.2  the same in tags of their own, which mark strings             DeepSeek V3.2
     minicpm5     <function name="f"><param name="k">v</param></function>             MiniCPM5
     gemma4   <|tool_call>call:f{k:<|"|>v<|"|>,n:1}<tool_call|>                   Gemma 4
     lfm2     <|tool_call_start|>[f(k='v', n=1), g()]<|tool_call_end|>   LFM2, LFM2.5

@@ -127,7 +127,7 @@ def turns(
 
 
 def _ahead(wanted: Tensor, ahead: int) -> Tensor:
-    """Return bool[B,T]: whether token q + ahead is wanted."""
+    """Return bool[B,T]: whether token q + ahead belongs to an answer."""
     shifted = torch.zeros_like(wanted)
     shifted[:, : max(wanted.shape[1] - ahead, 0)] = wanted[:, ahead:]
     return shifted

@@ -1,7 +1,7 @@
 """Builds grammars of answers with tool calls: free text up to a call, then only a call.
 
 Written in llguidance's Lark: a rule with `suffix` ends at the first occurrence of that text,
-`%json` stands for the texts of a schema.
+`%json` matches the texts of a schema.
 """
 
 import json

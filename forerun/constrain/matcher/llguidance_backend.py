@@ -212,7 +212,7 @@ class Guidance:
             if placed is not None:
                 return str(placed)
         if grammar.kind is Kind.REGEX and "regex parse error" in message:
-            # Between the headline and the excerpt of the grammar stand the pattern and its caret.
+            # Between the headline and the excerpt of the grammar are the pattern and its caret.
             ends = (i for i, line in enumerate(lines) if "start: " in line)
             lines = ["", *lines[1 : next(ends, None)]]
         return f"{grammar.field} cannot be compiled: " + "\n".join(lines)

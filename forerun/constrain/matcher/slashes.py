@@ -30,7 +30,7 @@ class Slashes:
 
     tokens          bytes of each id
     longest_tokens  bytes -> ids of the longest tokens, until none matches
-    special         ids of control tokens, which stand for no text
+    special         ids of control tokens, which have no text
     of_json         all text is JSON
     """
 

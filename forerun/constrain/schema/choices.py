@@ -57,7 +57,7 @@ def negated(schema: Any, raw: Schema, resolve: Resolve) -> Any:  # noqa: PLR0911
     """Return a schema of values that are not valid under `schema`, possibly not of all of them;
     False if there are none, None if it cannot be expressed.
 
-    raw      the keywords beside the `not`
+    raw      the keywords next to the `not`
     resolve  returns a schema, or the target of its reference
     """
     if isinstance(schema, bool):
@@ -95,7 +95,7 @@ def conditional(  # noqa: PLR0911
 
     condition        as the client sent it
     then, otherwise  rewritten
-    raw              the keywords beside the `if`
+    raw              the keywords next to the `if`
     """
     if isinstance(condition, bool):
         return then if condition else otherwise

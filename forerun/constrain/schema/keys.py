@@ -1,6 +1,6 @@
 r"""Rewrites which keys an object may have, and in which order.
 
-llguidance takes listed keys in the schema's order and further keys behind them. A model that writes
+llguidance takes listed keys in the schema's order and further keys after them. A model that writes
 a listed key late has begun what can only be a further one, and must go on until the key is none of
 the listed; where there are no further keys, what it has left to say is lost. So optional keys
 behind the last required one become patterns, which come in any order, and may repeat.
@@ -29,7 +29,7 @@ _MERGING = ("anyOf", "allOf", "$ref")
 
 
 def with_free_keys(root: Schema, plain: bool, free: Free) -> None:
-    """Allow, in place, the optional keys behind the last required one in any order, in object
+    """Allow, in place, the optional keys after the last required one in any order, in object
     schemas that are not merged with others.
 
     plain  forbid keys with escapes: further keys match a pattern of unescaped characters

@@ -55,7 +55,7 @@ class Origins:
     """The schemas of one rewritten document, and where each came from in the client's."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Origin] = {}  # By identity: equal schemas stand in many places.
+        self._known: dict[int, _Origin] = {}  # By identity: equal schemas occur in many places.
 
     def note(self, made: Any, path: str, raw: dict[str, Any]) -> None:
         """Record that `made` was rewritten from `raw`, the schema at `path` of the client's

@@ -38,7 +38,7 @@ _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 _CLASS = re.compile(r"\[\^?\]?(?:\\.|\[:\w+:\]|[^\]\\])*\]", re.DOTALL)
 _REPETITION = re.compile(r"\{\d*+(?:,\d*+)?\}")
 _SEVERAL = re.compile(r"\\[dDwWsSpP]|\[:")
-"""Begins a member of a class that stands for several characters: a dash beside it is a
+"""Begins a member of a class that matches several characters: a dash next to it is a
 character.
 """
 _ATOM = r"\\[pPux]\{[^{}]*\}|\\.|\[:\w+:\]|."

@@ -21,7 +21,7 @@ class SchemaPlace:
 class References:
     """The identifiers, anchors and pointers of one document.
 
-    alone  keywords beside a `$ref` are ignored (JSON Schema up to draft 7)
+    alone  keywords next to a `$ref` are ignored (JSON Schema up to draft 7)
     """
 
     def __init__(self, root: dict[str, Any]) -> None:

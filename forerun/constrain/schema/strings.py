@@ -16,7 +16,7 @@ from forerun.errors import RequestError
 NATIVE = frozenset(
     "date-time time date duration email hostname ipv4 ipv6 uuid uri".split()  # noqa: SIM905
 )
-"""Formats that llguidance knows."""
+"""Formats that llguidance supports."""
 
 _LAST = 0x10FFFF
 _CONTROL = r"\x00-\x1f\x7f"
@@ -40,7 +40,7 @@ FORMATS = {
     "regex": rf"^\^?({_ATOM}|\(({_ATOM})+(\|({_ATOM})+)*\)[*+?]?)*\$?$",
     "byte": r"^([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
 }
-"""Patterns of formats that llguidance does not know. They match only some valid texts, since a
+"""Patterns of formats that llguidance does not support. They match only some valid texts, since a
 schema only requires that no invalid ones are written.
 """
 

@@ -47,7 +47,7 @@ class CpuDecoderModel(CpuDraftModel):
             limits,
             arch.layers,
             vocab=draft.vocab,
-            # The roots of an extension run beside its tokens, and every slot stores one.
+            # The roots of an extension run with its tokens, and every slot stores one.
             max_nodes=limits.max_nodes + 2 * limits.slots,
             context=limits.context + limits.max_nodes + 1,
             cache_item=2,

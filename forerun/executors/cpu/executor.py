@@ -76,7 +76,7 @@ class CpuExecutor(Executor):
             CpuStates(self.native_model, limits) if checkpoint.architecture.recurrent else None
         )
         self.pages, self.state_contents = self.model, self.states
-        if self.states is not None:  # No state stands for what was never written.
+        if self.states is not None:  # A state never written is of no text.
             self.capabilities = replace(self.capabilities, unwritten=False)
 
     def open(self, slot_init: SlotInit) -> None:

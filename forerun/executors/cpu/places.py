@@ -158,7 +158,7 @@ def vectors(arch: Architecture) -> list[Place]:
 
 
 def _beside_vectors(spec: LayerSpec) -> tuple[str | None, ...]:
-    """Return the names of the vectors of experts beside a feed-forward: those of the router, and
+    """Return the names of vectors of experts next to a feed-forward: those of the router, and
     norms.
     """
     if spec.beside is None:

@@ -11,7 +11,7 @@ from forerun.interface.executor import ExecutorLimits
 
 
 class WindowedCpuExecutor(Windowed, CpuExecutor):
-    """A CpuExecutor whose limits have window pages: it frees pages that lie behind every window."""
+    """A CpuExecutor whose limits have window pages: it frees pages behind every window."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

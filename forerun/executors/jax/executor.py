@@ -146,7 +146,7 @@ class JaxExecutor(Executor):
         """Compile, in a thread, the programs that only some steps run; see Executor."""
         self.programs.compile_rest()
 
-    # --- beside a draft network --------------------------------------------------------------
+    # --- with a draft network ----------------------------------------------------------------
 
     @property
     def buckets(self) -> Buckets:
@@ -203,7 +203,7 @@ class JaxExecutor(Executor):
     def _drafting(self, plan: Plan, decided: Bools) -> Drafted | None:
         """Return the drafts of this step: for rows that a round decides from one known token.
         Builds trees of the size compiled at start-up if the width matches; if fewer levels are
-        requested, they are cut.
+        requested, trees are cut to those.
         """
         network, request = self._network, plan.on_device_draft
         if request is None or network is None:

@@ -1,7 +1,7 @@
 """Chooses the target's tokens on the device that has the logits, by forerun.speculative.noise and
 forerun.speculative.accept. Only for nodes without sampling parameters other than temperature; the
 host decides all others. The noise equals the host's bit for bit if the device's float64 logarithm
-does; a token differs only if two scores lie within a rounding error of float32.
+does; a token differs only if two scores are within a rounding error of float32.
 """
 
 from dataclasses import dataclass

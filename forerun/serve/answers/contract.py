@@ -1,4 +1,4 @@
-"""The contract between a dialect and the server: only the dialect knows its format."""
+"""The interface between a dialect and the server: only the dialect depends on its format."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -66,7 +66,7 @@ def _closed(schema: Any, combined: list[Any], defined: tuple[str, ...]) -> Any:
 
 
 def _free(key: str, value: Any) -> bool:
-    """Return whether the schemas under `key` describe objects by themselves, if no keyword beside
+    """Return whether the schemas under `key` describe objects by themselves, if no keyword next to
     it combines them.
     """
     return key in _CHOICES or (key == "allOf" and isinstance(value, list) and len(value) == 1)

@@ -212,7 +212,7 @@ def chat_prompt(
 
 def _opens(body: ConversationFields) -> bool:
     """Return whether the prompt ends where an answer begins. Raises RequestError if the request
-    asks for two different ends.
+    has two different limits.
     """
     if body.continue_final_message and body.add_generation_prompt:
         raise RequestError(
@@ -224,7 +224,7 @@ def _opens(body: ConversationFields) -> bool:
 
 
 def _effort(body: ChatBody) -> str | None:
-    """Return the reasoning effort that the request asks for; None = the template's default."""
+    """Return the request's reasoning effort; None = the template's default."""
     asked = body.reasoning
     if body.reasoning_effort is not None or asked is None:
         return body.reasoning_effort

@@ -56,7 +56,7 @@ class Generation:
     unseen      stop tokens without text, for which no log-probabilities are reported either
     parser      creates the parser of one choice's text; None if all of it is content
     lossy       the accept thresholds, if they may change the answer
-    ignored     fields that have no effect beside others
+    ignored     fields that have no effect together with others
     given       the client's own names for it: it can be aborted by these and by its id
     cut         creates a function that may end the one text before the engine does
     unenforced  keywords of its schemas that its compiled rules do not enforce
@@ -345,7 +345,7 @@ def check_length(text: str, loaded: Frontend, place: str) -> None:
 
 
 def truncated(prompt: Ints, body: SampledBody, room: int) -> Ints:
-    """Return the last tokens of a prompt, as many as truncate_prompt_tokens says; -1: as many as
+    """Return the last tokens of a prompt, truncate_prompt_tokens of them; -1: as many as
     leave one of `room` positions free.
     """
     asked = body.truncate_prompt_tokens

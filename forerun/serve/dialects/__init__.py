@@ -1,1 +1,1 @@
-"""Dialects: the APIs of other servers, one folder each, behind one contract."""
+"""Dialects: the APIs of other servers, one folder each, with one interface."""

@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """Threads beside the event loop. A body never waits for one of a larger class."""
+    """Threads next to the event loop. A body never waits for one of a larger class."""
 
     def __init__(self) -> None:
         self._small = ThreadPoolExecutor(SMALL_AT_ONCE, "forerun-small")

@@ -1,7 +1,7 @@
-"""Gemma 4's assistant as pure functions, and the model that runs it beside its target
-(level_model.py). drafts/assistant.py says what it computes.
+"""Gemma 4's assistant as pure functions, and the model that runs it with its target
+(level_model.py). Its computation is described in drafts/assistant.py.
 
-Weights lie in params["draft"] as weights.py has them, beside `before` [2H,Hd], `behind` [Hd,H] and
+Weights are in params["draft"] as in weights.py, with `before` [2H,Hd], `behind` [Hd,H] and
 `ids`; `rows` [Vd,Hd] of its head where not all tokens may be proposed; of an ordered head
 `centroids` [Hd,C] and `clusters` int32[C,V/C].
 """
@@ -85,7 +85,7 @@ class AssistantNetwork(NamedTuple):
             frequencies = weights["frequencies"][arch.ropes.index(rope)]
             rotary = rotation(position, frequencies, rope[0].attention_factor)
             how, source = spec.attention, spec.reads or 0
-            if how.window is not None:  # It is measured from behind what is seen.
+            if how.window is not None:  # Measured from the end of the attended positions.
                 how = replace(how, window=how.window + 2)
             kind = self.target.kind(self.target.arch.layer_specs[source])
             theirs = Layer(self.target.place(source), how, kind)

@@ -1,7 +1,7 @@
 """A whole model that drafts, as pure functions: the target's own decoder over other weights; and
-the model that runs them beside its target (level_model.py).
+the model that runs them with its target (level_model.py).
 
-Weights lie in params["draft"] as weights.py has them, beside `ids` and `inputs` int32[V], its own
+Weights are in params["draft"] as in weights.py, with `ids` and `inputs` int32[V], its own
 id for every target id, and `rows` [Vd,H] of its output head where not all may be proposed.
 """
 

@@ -1,9 +1,9 @@
 """An EAGLE draft head as pure functions, which compute what torch/eagle.py's do, and the model that
-runs them beside its target (level_model.py).
+runs them with its target (level_model.py).
 
-Weights lie in params["draft"] under the last parts of their canonical names
-(forerun.drafts.eagle_config), beside `ids` int32[Vd], `frequencies` float32[E/2] and, where the
-head has one of its own, `embed` [V,H]. They are cut over shards like the target's where heads,
+Weights are in params["draft"] under the last parts of their canonical names
+(forerun.drafts.eagle_config), with `ids` int32[Vd], `frequencies` float32[E/2] and, where the
+head has one of its own, `embed` [V,H]. They are sharded like the target's if heads,
 columns or draft vocabulary divide; what does not divide is on every shard.
 """
 

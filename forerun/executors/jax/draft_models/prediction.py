@@ -1,7 +1,7 @@
 """The target's own prediction layer as pure functions, which compute what
-drafts/prediction_layers.py says, and the model that runs them beside the target (level_model.py).
+drafts/prediction_layers.py says, and the model that runs them with the target (level_model.py).
 
-Weights lie in params["draft"]: `embedding_norm`, `hidden_norm`, `norm` [H], `fuse` [2H,H], the
+Weights are in params["draft"]: `embedding_norm`, `hidden_norm`, `norm` [H], `fuse` [2H,H], the
 parameters of the layer under `layer`, `ids`, `frequencies`; `embed` [V,H] and `head` [Vd,H] where
 these are not the target's.
 """

@@ -1,6 +1,6 @@
 """A block drafter as pure functions; what they compute is torch/block.py's.
 
-Weights lie in params["draft"], whole on every device: `fc`, `hidden_norm`, `norm`, `layers` (a
+Weights are in params["draft"], copied to every device: `fc`, `hidden_norm`, `norm`, `layers` (a
 dictionary each, by the last parts of the canonical names), `ids`, `frequencies`; `mask_embedding`,
 `embed` [V,H] and `head` [Vd,H] where they are not the target's; `pairs` (pairs.py) where tokens
 depend on those above.

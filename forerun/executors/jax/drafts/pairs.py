@@ -1,7 +1,7 @@
 """How the token above changes a block drafter's scores: what executors/pair_scores.py computes on
 the host, for all nodes of a level at once.
 
-Weights lie in params["draft"]["pairs"]: `before` [V,r] and `after` [Vd,r] in the dtype of matrices;
+Weights are in params["draft"]["pairs"]: `before` [V,r] and `after` [Vd,r] in the dtype of matrices;
 `joint` and `sure` [in, out] and their biases in float32, where there are any; `chances`
 float32[2,2,depth,10] as OnDeviceDraftSpec has them.
 """

@@ -49,7 +49,7 @@ class ShapedRows:
         self.choosing = replace(choosing, on_device=np.zeros(slots, np.bool_))
         self._rules: dict[str, Ints] = {name: np.zeros(slots, np.int32) for name in RULES}
         self._kind, self._top = np.zeros(slots, np.int32), np.full(slots, -1, np.int32)
-        # Of slots that ask for more than a temperature: tokens that their history counts; and
+        # Of slots with more parameters than a temperature: tokens that their history counts; and
         # all slots that have biases there.
         self._counted: dict[int, int] = {}
         self._biased: set[int] = set()

@@ -1,1 +1,1 @@
-"""Draft networks, and the draft models that run them beside the target."""
+"""Draft networks, and the draft models that run them with the target."""

@@ -52,7 +52,7 @@ class ParallelExecutor(TorchExecutor):
     ranks  the others
     whole  the checkpoint of which each has a part
 
-    Raises the exceptions of the ranks, ConfigError if the model cannot be divided among so many,
+    Raises the exceptions of the ranks, ConfigError if the model cannot be divided among them,
     RankError if a rank has ended or differs from the others. There must be as many devices
     (build/with_torch.py).
     """

@@ -69,7 +69,7 @@ def messages_of(items: Iterable[Item], names: Names) -> Messages:
     """Convert items to messages. The model's reasoning, text and calls in one turn become one
     message.
 
-    names  by which the model knows the tools
+    names  of the tools in the prompt
     """
     found: list[dict[str, Any]] = []
     for item in items:

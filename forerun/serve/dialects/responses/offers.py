@@ -1,4 +1,4 @@
-"""Names by which the model knows the tools of /v1/responses, and the client's names for them."""
+"""Names of the tools of /v1/responses in the prompt, and the client's names for them."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
