@@ -4,10 +4,10 @@ parts form.
 Megatron's division (Shoeybi et al. 2019, arXiv 1909.08053, section 3): queries, keys, values, gate
 and up are split by their outputs, o_proj and down_proj by their inputs, so that a layer needs two
 sums over the ranks. Embedding and head are split by token. Everything else is on every rank, and so
-is a key/value head if there are more ranks than heads. Experts are split in the same way, each by its
-columns, or divided as wholes: groups of ranks have the same number of experts each, and experts are
-split only within a group. A recurrent layer is split by its heads or channels, with its convolution and
-its states, and its output product by its inputs.
+is a key/value head if there are more ranks than heads. Experts are split in the same way, each by
+its columns, or divided as wholes: groups of ranks have the same number of experts each, and experts
+are split only within a group. A recurrent layer is split by its heads or channels, with its
+convolution and its states, and its output product by its inputs.
 """
 
 import math

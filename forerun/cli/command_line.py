@@ -36,7 +36,7 @@ def parsed(words: Sequence[str]) -> argparse.Namespace | None:
         handlers[:] = before
     arguments.notices = held.records
     if arguments.command != "serve":
-        say_notices(arguments)
+        log_notices(arguments)
     return arguments
 
 
@@ -51,7 +51,7 @@ class _Held(logging.Handler):
         self.records.append(record)
 
 
-def say_notices(arguments: argparse.Namespace) -> None:
+def log_notices(arguments: argparse.Namespace) -> None:
     """Log the collected notices about options, once."""
     for record in arguments.notices:
         logging.getLogger(record.name).handle(record)

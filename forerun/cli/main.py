@@ -89,25 +89,25 @@ def explained(error: Exception) -> int:
     if isinstance(error, ImportError) and package in EXTRAS:
         tools = "" if package == "ray" else ", or `make tools` in a checkout"
         missing = f"this needs {package}, which is not installed: pip install "
-        _complain(f"{missing}'forerun[{EXTRAS[package]}]'{tools}.")
+        _print_error(f"{missing}'forerun[{EXTRAS[package]}]'{tools}.")
         code = 2
     elif isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC):
         if error.errno == errno.ENOSPC:
-            _complain(f"the output cannot be written: {error.strerror}.")
+            _print_error(f"the output cannot be written: {error.strerror}.")
         # Otherwise Python reports the error again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = NO_OUTPUT
     elif isinstance(known := unusable(error) or error, ForerunError):
         for line in str(known).splitlines():
-            _complain(line)
+            _print_error(line)
         code = next((code for kind, code in EXIT_CODES if isinstance(known, kind)), 5)
     else:
-        _complain(_want_of_memory(error))
+        _print_error(_memory_message(error))
         code = 4
     return code
 
 
-def _want_of_memory(error: Exception) -> str:
+def _memory_message(error: Exception) -> str:
     """Return the message for an error that means a lack of memory. Re-raises any other error."""
     reasons = [
         line for line in str(error).splitlines() if any(one in line.lower() for one in _DENIED)
@@ -122,7 +122,7 @@ def _limit(size: int) -> str:
     return "" if size < 0 else f" than {size >> 10} kB, its limit (ulimit -v)"
 
 
-def _complain(sentence: str) -> None:
+def _print_error(sentence: str) -> None:
     """Print an error message on stderr."""
     wrap = importlib.import_module("forerun.cli.wrap")
     print(wrap.wrapped(f"forerun: {sentence}"), file=sys.stderr)

@@ -45,11 +45,11 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         width = max(map(len, rows[0])) + 2
         for key, value in rows[0].items():
-            print(f"{key.replace('_', ' '):<{width}}{_told(value)}")
+            print(f"{key.replace('_', ' '):<{width}}{_as_text(value)}")
     return 0
 
 
-def _told(value: Any) -> str:
+def _as_text(value: Any) -> str:
     """Return a value as text for users."""
     if value is None or isinstance(value, bool):
         return "yes" if value else "none"

@@ -8,7 +8,7 @@ from pathlib import Path
 from time import monotonic
 
 from forerun.build.engine import Loaded
-from forerun.cli.command_line import say_notices
+from forerun.cli.command_line import log_notices
 from forerun.cli.engine_process import load_served
 from forerun.cli.several import Named, in_file, in_folder, on_the_line, sources
 from forerun.cli.start_log import StartLog, as_log, model_facts
@@ -81,7 +81,7 @@ def prepared(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeSettings
             message = f"lora-modules calls an adapter {name!r}, as the model; give it another name."
             raise ConfigError(message)
     configure_logs(settings.log_level, settings.log_format)
-    say_notices(arguments)
+    log_notices(arguments)
     if settings.host not in LOOPBACK and not settings.api_keys:
         log.warning("anyone who can reach %s may use this server; see --api-key", settings.host)
     return config, settings

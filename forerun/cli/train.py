@@ -75,14 +75,14 @@ def main(arguments: argparse.Namespace) -> int:
             corpus = _corpus(engine, source, config, prompts, out, report)
             known = make_table(corpus, model.architecture.vocab, out / "draft")
             if trainer is None:
-                return _told_table(arguments, out, known)
+                return _report_table(arguments, out, known)
             progress = trainer.make_draft(corpus, out, report)
         except (ConfigError, ModelError):
             raise  # A retry would fail too.
         except (ForerunError, KeyboardInterrupt):
             say(f"progress is saved in {out}; the same command continues it")
             raise
-    return _told_draft(arguments, out, known, progress, config.steps)
+    return _report_draft(arguments, out, known, progress, config.steps)
 
 
 def _check_folder(path: Path) -> None:
@@ -142,7 +142,7 @@ def _template(engine: EngineConfig, model: Model, raw: bool) -> ChatEncoder:
     return ChatTemplate(source, model.tokenizer)
 
 
-def _told_table(arguments: argparse.Namespace, out: Path, known: float) -> int:
+def _report_table(arguments: argparse.Namespace, out: Path, known: float) -> int:
     """Print the result of a run that only counts n-grams. Returns the exit code."""
     done = (
         f"The n-gram table is in {out / 'draft'}: its best draft token is right for {known:.0%} of "
@@ -153,7 +153,7 @@ def _told_table(arguments: argparse.Namespace, out: Path, known: float) -> int:
     return 0
 
 
-def _told_draft(
+def _report_draft(
     arguments: argparse.Namespace, out: Path, known: float, progress: Progress, steps: int
 ) -> int:
     if arguments.json:

@@ -34,7 +34,7 @@ from forerun.measure.fuzz_case import (
     Failure,
     FuzzRequest,
 )
-from forerun.measure.mixed import told_otherwise
+from forerun.measure.mixed import report_difference
 from forerun.measure.workload import Prompt
 from forerun.options.config import EngineConfig
 from forerun.text.tools import GLM, HERMES, ToolFormat
@@ -325,7 +325,7 @@ def _difference(expected: Completion, found: Completion) -> str | None:
             f"alone {expected.tokens} ({expected.finish}, {expected.text!r}), "
             f"here {found.tokens} ({found.finish}, {found.text!r})"
         )
-    at = told_otherwise(expected, found)
+    at = report_difference(expected, found)
     if at is None:
         return None
     return f"the same tokens, but text, end or log-probabilities differ at output token {at}"

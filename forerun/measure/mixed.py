@@ -45,7 +45,7 @@ def options(index: int, tokenizer: Tokenizer) -> dict[str, Any]:
     return kinds[index % len(kinds)]
 
 
-def told_otherwise(expected: Completion, found: Completion) -> int | None:
+def report_difference(expected: Completion, found: Completion) -> int | None:
     """Return the output position at which two answers with equal tokens differ: the first token
     whose log-probabilities differ by NEAR or more, or the end if text or finish reason differ; None
     if they agree.

@@ -280,7 +280,7 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
 
 def _differs(expected: Completion, found: Completion) -> int | None:
     at = first_difference(expected.tokens, found.tokens)
-    return mixed.told_otherwise(expected, found) if at is None else at
+    return mixed.report_difference(expected, found) if at is None else at
 
 
 def _first_divergence(

@@ -178,7 +178,7 @@ def test_every_parameter_is_asked_for_with_the_grammar_and_without(monkeypatch):
 def test_equal_tokens_are_not_all_that_is_compared():
     output_tokens = TokenLogprobs(5, -0.5, ((5, -0.5), (6, -1.0)))
     one = Completion(tokens=[5], logprobs=[output_tokens], text="a", finish=Finish.STOP)
-    assert mixed.told_otherwise(one, replace(one)) is None
+    assert mixed.report_difference(one, replace(one)) is None
     for other, at in (
         (replace(one, logprobs=[replace(output_tokens, logprob=-0.6)]), 0),
         (replace(one, logprobs=[replace(output_tokens, top=((5, -0.5), (7, -1.0)))]), 0),
@@ -186,7 +186,7 @@ def test_equal_tokens_are_not_all_that_is_compared():
         (replace(one, finish=Finish.LENGTH), 1),
         (replace(one, logprobs=[]), 1),
     ):
-        assert mixed.told_otherwise(one, other) == at
+        assert mixed.report_difference(one, other) == at
 
 
 def test_a_leak_that_only_parameters_show_is_found(monkeypatch):

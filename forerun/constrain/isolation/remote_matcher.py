@@ -129,7 +129,7 @@ class RemoteMatcher:
             finally:
                 self._process.close()
         while failed is not None and not self._closed.is_set():
-            self._tell(failed)  # Every later call gets the same answer.
+            self._publish(failed)  # Every later call gets the same answer.
             if self._jobs.get() is None:
                 return
 
@@ -148,7 +148,7 @@ class RemoteMatcher:
                 return self._failure()
             if reply["error"]:
                 return MatcherAnswer(error=reply["error"])
-            self._tell(MatcherAnswer(base64.b64decode(reply["mask"]), reply["complete"]))
+            self._publish(MatcherAnswer(base64.b64decode(reply["mask"]), reply["complete"]))
         return None
 
     def _failure(self) -> MatcherAnswer:
@@ -157,7 +157,7 @@ class RemoteMatcher:
         message = f"The allowed next tokens cannot be computed: {words}"
         return MatcherAnswer(error=message, lost=fault.ours)
 
-    def _tell(self, answer: MatcherAnswer) -> None:
+    def _publish(self, answer: MatcherAnswer) -> None:
         with self._lock:
             self._answer = answer
             self._heard += 1

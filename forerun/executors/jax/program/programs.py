@@ -248,7 +248,7 @@ class JaxPrograms:
             self._pool = ThreadPoolExecutor(1, "forerun-compile")
             for key in self._rest:
                 begun = self._rest[key] = self._pool.submit(self._made, key)
-                begun.add_done_callback(_say_failed)
+                begun.add_done_callback(_log_failure)
 
     def wait(self) -> None:
         """Wait until everything is compiled. Raises the compiler's exceptions."""
@@ -454,7 +454,7 @@ def _soon(key: Key) -> tuple[bool, int]:
     return key.kind in ("round", "shaped"), key.size.total
 
 
-def _say_failed(ended: Future[Any]) -> None:
+def _log_failure(ended: Future[Any]) -> None:
     """Log why a program could not be compiled; the step that needs it fails."""
     error = None if ended.cancelled() else ended.exception()
     if error is not None:

@@ -187,14 +187,14 @@ def receive(record: Any, batch: Batch, choice: Ints, round: JaxRound, vocab: int
     _spread(choice, batch, found[:end])
     if not round.edits.keys().isdisjoint(batch.rows):
         begin, end = end, end + batch.size.total * line_size(vocab)
-        _tell(batch, found[begin:end].reshape(*batch.size, -1), choice, round)
+        _store_lines(batch, found[begin:end].reshape(*batch.size, -1), choice, round)
     if round.drafted is not None:
         drafted = round.drafted
         count = drafted.sizes.record(batch.size.rows, drafted.width, drafted.levels)
         drafted.fill(batch, found[end : end + count])
 
 
-def _tell(batch: Batch, lines: Ints, choice: Ints, round: JaxRound) -> None:
+def _store_lines(batch: Batch, lines: Ints, choice: Ints, round: JaxRound) -> None:
     """Store the lines of chosen tokens, for rows that report log-probabilities."""
     for row, nodes, line in zip(batch.rows, batch.nodes, lines, strict=False):
         if row in round.edits and reports_logprobs(round.edits[row][0]):
