@@ -46,6 +46,8 @@ _OF_PROCESSOR = "chat_template.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _NORM = "model.norm.weight"
+MODULES = "modules.json"
+"""Sentence-transformers' file beside a model of embeddings, which may be saved without a head."""
 _MOST_SHARDS = 1024
 _MOST_INDEX = 64 << 20
 """Most bytes of an index; that of Kimi K2 has 13.5 MB."""
@@ -81,6 +83,8 @@ class FolderCheckpoint:
         own, self.prediction_files = divided(files, self.architecture)
         if self.architecture.tied_head and _own_head(own):
             self.architecture = replace(self.architecture, tied_head=False)
+        elif _HEAD not in own and (folder / MODULES).is_file():
+            self.architecture = replace(self.architecture, tied_head=True)
         self._stored = _stored(_needed(own, self.architecture), self.architecture, folder)
 
     @property

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from forerun.checkpoints.folder import MODULES
 from forerun.errors import ModelError
 from forerun.networks.config_json import read_json
 
-_MODULES, _PROMPTS = "modules.json", "config_sentence_transformers.json"
+_PROMPTS = "config_sentence_transformers.json"
 _TRANSFORMER = "sentence_bert_config.json"
 _GGUF_POOLINGS = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}
 _MODES = {"lasttoken": "last", "mean": "mean"}
@@ -57,15 +58,15 @@ def _of_gguf(metadata: Mapping[str, Any]) -> EmbeddingRule:
 
 
 def _of_folder(folder: Path) -> EmbeddingRule:
-    if not (folder / _MODULES).is_file():
+    if not (folder / MODULES).is_file():
         return EmbeddingRule()
     modules = _modules(folder)
     names = [name for name, _ in modules]
     for name in names:
         if name not in ("Transformer", "Pooling", "Normalize"):
-            raise ModelError(f"{folder / _MODULES} names the module {name}, which is not run here")
+            raise ModelError(f"{folder / MODULES} names the module {name}, which is not run here")
     if names.count("Pooling") != 1 or names[:1] != ["Transformer"]:
-        raise ModelError(f"{folder / _MODULES} must have one Transformer, then one Pooling")
+        raise ModelError(f"{folder / MODULES} must have one Transformer, then one Pooling")
     transformer = folder / modules[0][1] / _TRANSFORMER
     if transformer.is_file() and read_json(transformer).get("do_lower_case"):
         raise ModelError(f"{transformer}: do_lower_case is not supported")
@@ -80,7 +81,7 @@ def _of_folder(folder: Path) -> EmbeddingRule:
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
     """Return (class, folder) of each module of modules.json. Raises ModelError."""
-    path = folder / _MODULES
+    path = folder / MODULES
     try:
         listed = json.loads(path.read_text(encoding="utf-8-sig")[: 1 << 20])
         found = [(one["type"].rpartition(".")[2], one.get("path") or "") for one in listed]

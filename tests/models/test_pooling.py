@@ -2,8 +2,10 @@
 
 import json
 
+import numpy as np
 import pytest
 import transformers
+from safetensors.numpy import load_file, save_file
 
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.pooling import EmbeddingRule, embedding_rule
@@ -42,6 +44,24 @@ def test_newer_folders_name_the_mode_and_a_prompt(tmp_path):
     prompts = {"prompts": {"query": "Find: "}, "default_prompt_name": "query"}
     found = folder(tmp_path, {"pooling_mode": "lasttoken"}, prompts=prompts)
     assert (found.pooling, found.prompt) == ("last", "Find: ")
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+def test_a_model_of_embeddings_needs_no_head(tmp_path, prefix):
+    """Qwen3-Embedding-8B has none, and config.json does not tie it (mlx #2309)."""
+    hf = tiny.model("qwen3", tie_word_embeddings=False)
+    tiny.save_folder(hf, tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["lm_head.weight"]
+    save_file({prefix + name.removeprefix("model."): t for name, t in tensors.items()}, file)
+    with pytest.raises(ModelError, match=r"missing lm_head\.weight"):
+        FolderCheckpoint(tmp_path)
+    assert folder(tmp_path, {"pooling_mode": "lasttoken"}).fault == ""
+    checkpoint = FolderCheckpoint(tmp_path)
+    assert checkpoint.architecture.tied_head
+    for name, weight in hf.model.state_dict().items():
+        np.testing.assert_array_equal(checkpoint.tensor(f"model.{name}"), weight.numpy())
 
 
 @pytest.mark.parametrize(
