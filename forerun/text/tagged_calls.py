@@ -157,13 +157,19 @@ MINICPM_TAGS = FunctionTags(
     "</param>",
     quotes=("<![CDATA[", "]]>"),
 )
-_DSML = "\uff5cDSML\uff5c"
-DSML_TAGS = FunctionTags(
-    f'<{_DSML}invoke name="{{}}">',
-    f"</{_DSML}invoke>",
-    f'<{_DSML}parameter name="{{}}" string="{{string}}">',
-    f"</{_DSML}parameter>",
-)
+
+
+def _marked(mark: str) -> FunctionTags:
+    """Return tags that begin with a mark and say of each value whether it is a string."""
+    return FunctionTags(
+        f'<{mark}invoke name="{{}}">',
+        f"</{mark}invoke>",
+        f'<{mark}parameter name="{{}}" string="{{string}}">',
+        f"</{mark}parameter>",
+    )
+
+
+DSML_TAGS, GCML_TAGS = _marked("\uff5cDSML\uff5c"), _marked("\uff5cGCML\uff5c")
 
 
 class FunctionCalls(KeyedCalls):

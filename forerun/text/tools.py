@@ -23,6 +23,7 @@ Coder does: an answer, or a fence in it, that begins with an offered function's 
     minimax-m2   <minimax:tool_call>\n<invoke name="f">\n<parameter name="k">v</parameter>\n
              </invoke>\n...</minimax:tool_call>                                  MiniMax M2
     deepseek-v3.2  the same in tags of their own, which mark strings             DeepSeek V3.2
+    gigachat3.5  the same, called GCML                                          GigaChat 3.5
     minicpm5     <function name="f"><param name="k">v</param></function>             MiniCPM5
     gemma4   <|tool_call>call:f{k:<|"|>v<|"|>,n:1}<tool_call|>                   Gemma 4
     lfm2     <|tool_call_start|>[f(k='v', n=1), g()]<|tool_call_end|>   LFM2, LFM2.5
@@ -38,6 +39,7 @@ from forerun.text.python_calls import PythonCalls
 from forerun.text.reasoning import overlap
 from forerun.text.tagged_calls import (
     DSML_TAGS,
+    GCML_TAGS,
     MINICPM_TAGS,
     MINIMAX_TAGS,
     QWEN_TAGS,
@@ -176,6 +178,13 @@ DSML = ToolFormat(
     tags=DSML_TAGS,
     together=True,
 )
+GCML = replace(
+    DSML,
+    name="gigachat3.5",
+    opener="<\uff5cGCML\uff5ctool_calls>",
+    closer="</\uff5cGCML\uff5ctool_calls>",
+    tags=GCML_TAGS,
+)
 MINICPM = ToolFormat("minicpm5", "", "", "", bare='<function name="', tags=MINICPM_TAGS)
 GEMMA = ToolFormat("gemma4", "<|tool_call>", "<tool_call|>", "", quote=QUOTE)
 LFM2 = ToolFormat("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", "", listed=True)
@@ -185,7 +194,7 @@ FORMATS = {
     for format in (
         *(HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GLM, QWEN, SEED),
         *(GRANITE, PHI4, KIMI, HARMONY, LFM2, GEMMA, MINIMAX, DSML, MINICPM),
-        *(DEEPSEEK3, DEEPSEEK31),
+        *(DEEPSEEK3, DEEPSEEK31, GCML),
     )
 }
 
@@ -194,6 +203,7 @@ _SIGNS = (
     (SEED.opener, SEED),
     (MINIMAX.opener, MINIMAX),
     ("\uff5cDSML\uff5c", DSML),
+    (GCML.opener, GCML),
     ("<function=", QWEN),
     (MINICPM.bare, MINICPM),
     (KIMI.opener, KIMI),

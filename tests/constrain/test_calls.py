@@ -86,7 +86,10 @@ WRITTEN["deepseek-v3.2"] = (
     f'<{DSML}parameter name="at" string="false">[1, 2]</{DSML}parameter>\n</{DSML}invoke>\n'
     f"</{DSML}function_calls>"
 )
-TOGETHER = ("minimax-m2", "deepseek-v3.2")
+WRITTEN["gigachat3.5"] = (
+    WRITTEN["deepseek-v3.2"].replace("DSML", "GCML").replace("function_calls", "tool_calls")
+)
+TOGETHER = ("minimax-m2", "deepseek-v3.2", "gigachat3.5")
 WRITTEN["gemma4"] = (
     '<|tool_call>call:note{text:<|"|>a < b<|"|>,mood:<|"|>sad<|"|>,at:[1, 2]}<tool_call|>'
 )

@@ -13,6 +13,7 @@ from forerun.text.tools import (
     DEEPSEEK31,
     DSML,
     FORMATS,
+    GCML,
     GEMMA,
     GLM,
     GRANITE,
@@ -435,6 +436,7 @@ def test_the_template_shows_the_format(name):
         "c.type + '<｜tool▁sep｜>' + c.function.name + '\\n' + '```json' + '\\n' }}{% endfor %}",
         "deepseek-v3.1": "{% for tool in tools %}{{ '<｜tool▁calls▁begin｜>' }}"
         "{{ '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' }}{% endfor %}",
+        "gigachat3.5": "{{- '<\uff5cGCML\uff5ctool_calls>\\n' -}}",
         "minicpm5": """{{- '<function name="' ~ tool_call.name ~ '">' }}""",
         "mistral": "{{ '[TOOL_CALLS]' }}",
         "mistral-args": "{{ '[TOOL_CALLS]' + call.name + '[ARGS]' + call.arguments | tojson }}",
@@ -511,7 +513,7 @@ def in_tags(format, names):
     return f"{format.opener}\n{''.join(body)}\n{format.closer}"
 
 
-@pytest.mark.parametrize("format", [QWEN, MINIMAX, DSML], ids=lambda format: format.name)
+@pytest.mark.parametrize("format", [QWEN, MINIMAX, DSML, GCML], ids=lambda format: format.name)
 def test_parameters_in_tags_have_the_names_that_tools_declare(format):
     names = ["a>b", "a", "", " led", "two\nlines", 'x"y', "{0}"]
     parameters = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
@@ -540,7 +542,7 @@ def test_declared_names_may_be_long(length):
     call = {"function": {"name": "f", "arguments": {name: "v"}}}
     message = {"role": "assistant", "tool_calls": [call]}
     texts = {format: call_in_text(message, format)["content"] for format in WRITTEN}
-    texts |= {format: in_tags(format, [name]) for format in (QWEN, MINIMAX, DSML)}
+    texts |= {format: in_tags(format, [name]) for format in (QWEN, MINIMAX, DSML, GCML)}
     texts[GEMMA] = f'<|tool_call>call:f{{{name}:<|"|>v<|"|>}}<tool_call|>'
     texts[GLM] = f"<tool_call>f\n<arg_key>{name}</arg_key>\n<arg_value>v</arg_value>\n</tool_call>"
     for format, text in texts.items():
@@ -674,7 +676,7 @@ def test_a_call_ends_a_thought_that_is_not_closed():
         found.add(tuple(map("".join, zip(*parts, strict=True))))
     assert found == {("Hm.", "<tool_call>\nx")}
     assert QWEN.ends_thoughts == ("<tool_call>",) and HERMES.ends_thoughts == ()
-    whole = (KIMI, DEEPSEEK3, DEEPSEEK31, MINIMAX, DSML)
+    whole = (KIMI, DEEPSEEK3, DEEPSEEK31, MINIMAX, DSML, GCML)
     assert all(each.ends_thoughts == (each.opener,) for each in whole)
 
 
