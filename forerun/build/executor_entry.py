@@ -52,12 +52,12 @@ class AnyDraft(Protocol):
 
     @property
     def node_numbers(self) -> int:
-        """Float32 numbers of scratch per node of a pass, besides its logits."""
+        """Float32 elements of scratch per node of a pass, other than its logits."""
         ...
 
     @property
     def feature_numbers(self) -> int:
-        """F*H, the numbers per token that it reads from the target's hidden states; 0 = none."""
+        """F*H, the elements per token that it reads of the target's hidden states; 0 = none."""
         ...
 
     def limited(self, token_map: Ints) -> "AnyDraft":

@@ -82,13 +82,13 @@ class InFourBits(Protocol):
 
 @runtime_checkable
 class Repeated(Protocol):
-    """A checkpoint whose matrices all repeat the same numbers, float32[n], row after row: a device
+    """A checkpoint whose matrices all repeat the same elements, float32[n], row after row: a device
     can be filled with them without creating the matrices on the host.
     """
 
     @property
     def block(self) -> Floats:
-        """float32: the numbers that every matrix repeats."""
+        """float32: the elements that every matrix repeats."""
         ...
 
 

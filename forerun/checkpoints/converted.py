@@ -26,7 +26,7 @@ log = logging.getLogger("forerun.checkpoints")
 
 
 def read_pickled(path: Path) -> TensorFile:
-    """Read the tensors of an archive saved by torch, numbers unchanged. They are in `converted/` of
+    """Read the tensors of an archive saved by torch, bits unchanged. They are in `converted/` of
     the cache, under a name made of the file's path, size and time; conversions of an older file at
     that path are deleted. Raises ModelError if the archive has anything besides tensors, is
     damaged, or the cache cannot be written.

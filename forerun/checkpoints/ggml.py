@@ -14,7 +14,7 @@ from forerun.types import Floats
 
 
 class StorageType(NamedTuple):
-    """A storage type: its number in files, numbers per block, and bytes per block."""
+    """A storage type: its number in files, elements per block, and bytes per block."""
 
     number: int
     block: int

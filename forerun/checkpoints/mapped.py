@@ -1,4 +1,4 @@
-"""Files of tensors, mapped into memory: the place of each tensor, and its numbers as floats."""
+"""Files of tensors, mapped into memory: the place of each tensor, and its elements as floats."""
 
 import math
 import mmap
@@ -43,7 +43,7 @@ class Packed:
 
     kind     ggml's name of the storage: "F32", "F16", "BF16", "Q8_0", "Q4_1", ...
     rows     uint8[rows, bytes of a row], read-only; a view of the file where possible
-    columns  numbers in a row
+    columns  elements in a row
     """
 
     kind: str

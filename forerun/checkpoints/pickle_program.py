@@ -38,7 +38,7 @@ _LARGEST = 1 << 48
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A storage in the archive. key: its file's name. count: numbers in it, of a kind of KINDS."""
+    """A storage in the archive. key: its file's name. count: elements in it, of a kind of KINDS."""
 
     kind: str
     key: str

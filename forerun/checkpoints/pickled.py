@@ -1,4 +1,4 @@
-"""Reads archives saved by torch: one pickle, and the numbers of its tensors in separate files.
+"""Reads archives saved by torch: one pickle, and the data of its tensors in separate files.
 
 The pickle is run by an interpreter of our own, which can only build values (pickle_program.py). The
 archive is not trusted: every storage must be in the file, uncompressed, apart from all others, of
@@ -76,7 +76,7 @@ def read_pickled_ids(path: Path) -> list[int]:
 
 
 def write_safetensors(path: Path, target: IO[bytes]) -> int:
-    """Copy all tensors of an archive into `target` as safetensors, numbers unchanged. Returns the
+    """Copy all tensors of an archive to `target` as safetensors, bits unchanged. Returns the
     bytes written; at most one chunk of them is in memory at a time. Raises ModelError naming what
     the archive has besides tensors, and its faults.
     """
@@ -185,7 +185,7 @@ def _views(archive: Archive) -> dict[str, View]:
 
 
 def _size(view: View) -> int:
-    """Return the bytes of the tensor's numbers."""
+    """Return the bytes of the tensor's elements."""
     return math.prod(view.shape) * ITEM_BYTES[view.storage.kind]
 
 
@@ -206,7 +206,7 @@ def _header(views: dict[str, View], most: int) -> bytes:
 
 
 def _items(archive: Archive, view: View) -> Iterator[NDArray[np.uint8]]:
-    """Yield the bytes of the tensor's numbers in order, in parts along its first dimension."""
+    """Yield the bytes of the tensor's elements in order, in parts along its first dimension."""
     width = ITEM_BYTES[view.storage.kind]
     numbers = archive.numbers(view.storage).view(f"<u{width}")
     strides = tuple(step * width for step in view.strides)

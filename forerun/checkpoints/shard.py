@@ -29,7 +29,7 @@ QUANTISED: Mapping[str, int] = {**MAPS, "F8_E4M3": 1, "I8": 1, "U8": 1}
 def read_shard(path: Path, kinds: Mapping[str, int] = FLOATS) -> TensorFile:
     """Map one .safetensors file. Raises ModelError if it is damaged, or has unsupported content.
 
-    kinds  the types of numbers that its tensors may have
+    kinds  the dtypes that its tensors may have
     """
     data = mapped(path)
     begin = 8 + int.from_bytes(data[:8].tobytes(), "little")

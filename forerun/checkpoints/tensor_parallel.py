@@ -88,13 +88,13 @@ class TensorParallel:
     shared_whole: bool = False
 
     def span(self, length: int) -> slice:
-        """Return this rank's part of an axis of `length` numbers: the ranks' parts are consecutive,
+        """Return this rank's part of an axis of `length` elements: ranks' parts are consecutive,
         and differ in length by at most one.
         """
         return slice(length * self.rank // self.size, length * (self.rank + 1) // self.size)
 
     def kv_span(self, kv_heads: int, length: int) -> slice:
-        """Return a rank's part of an axis of `length` numbers of `kv_heads` heads: whole heads, at
+        """Return a rank's part of an axis of `length` elements of `kv_heads` heads: whole heads, at
         least one; several ranks have the same one if there are fewer heads than ranks.
         """
         if kv_heads >= self.size:

@@ -167,7 +167,7 @@ class AdaptivePolicy:
             self.drafts.learn(report.proposed, report.tokens)
 
     def describe(self) -> dict[str, Any]:
-        """Return facts for /server_info: decisions, how often each, and the numbers behind them."""
+        """Return facts for /server_info: decisions, how often each, and the estimates they use."""
         return (
             {
                 "policy": "adaptive",

@@ -1,4 +1,4 @@
-"""The numbers that control speculation, and the measurement behind each.
+"""The constants that control speculation, and the measurement for each.
 
 "Replayed" means bench/replay.py: 62 recorded answers of the default model through the real n-gram
 drafter and policy on a virtual clock, step costs 4.0 4.4 5.2 10.1 20.1 ms for 1 2 4 8 16 nodes;

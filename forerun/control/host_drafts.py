@@ -51,7 +51,9 @@ class ScoreCalibration:
         return 1.0 if self._calibrated else min(1.0, self.right / self.expected)
 
     def calibrate(self, draft: Draft) -> Draft:
-        """Return the draft with the drafter's scores times share**depth, grammars' unchanged."""
+        """Return a copy of the draft in which the probability of each draft token, given its
+        parent, is multiplied by `share`; those of tokens from grammars are unchanged.
+        """
         share, given = self.share, draft.score.tolist()
         scores: list[float] = []
         nodes = zip(draft.parents.tolist(), given, draft.sources(), strict=True)

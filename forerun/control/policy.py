@@ -1,4 +1,4 @@
-"""The contract of policies, which decide once per step, for the whole batch, what may be drafted,
+"""The interface of policies, which decide once per step, for the whole batch, what may be drafted,
 and learn from the step's report. Also FixedPolicy.
 """
 

@@ -191,7 +191,7 @@ def _merge(drafts: Sequence[Draft], first_mask: int) -> _MergedTree:
 
 
 class CombinedDrafter:
-    """The Drafter contract around several others, which all propose for every row.
+    """A Drafter that combines several others, which all propose for every row.
 
     drafters  all but the last have no draft model; the last may draft in the target's step, and
               its limits are those of all

@@ -34,7 +34,7 @@ plain, and pages that later requests reuse should hold its entries.
 
 
 class ModelDrafter:
-    """The Drafter contract on a draft model. mask: see DraftPasses."""
+    """A Drafter that proposes trees with a draft model. mask: see DraftPasses."""
 
     def __init__(
         self,

@@ -135,14 +135,14 @@ class Assistant:
 
     @property
     def node_numbers(self) -> int:
-        """Float32 numbers of scratch per node of a pass, besides its logits."""
+        """Float32 elements of scratch per node of a pass, other than its logits."""
         arch = self.architecture
         clusters = 0 if self.clusters is None else len(self.clusters.tokens)
         return 4 * self.target_hidden + 6 * arch.hidden + 3 * arch.ffn + clusters
 
     @property
     def feature_numbers(self) -> int:
-        """H: the numbers of a token's last hidden state in the target."""
+        """H: the size of a token's last hidden state in the target."""
         return self.target_hidden
 
 

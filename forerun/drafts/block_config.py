@@ -46,9 +46,9 @@ class BlockHead:
                  embedding
     pair         how a draft token's scores depend on the one above it; rank: r, of its tables
     confidence   inputs of a confidence head: H, or H + r with the token above; 0 = there is none
-    interleaved  the file rotates neighbouring numbers of a head instead of halves
+    interleaved  the file rotates adjacent elements of a head instead of halves
     top_k        of a selector: number of a place's most probable tokens that it chooses among
-    convolved    numbers of the stream that share a dynamic kernel of a convolution; 0 = there are
+    convolved    channels of the stream that share a dynamic kernel of a convolution; 0 = there are
                  no convolutions
     windows      of each layer: a place at p attends to positions > p - window; () = to all
     embedding_scale  multiplies rows of the embedding, as stored in the target's file; None =

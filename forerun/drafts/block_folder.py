@@ -58,7 +58,7 @@ class BlockFile(OpenedDraft[BlockHead]):
     kind: ClassVar[str] = "block drafter"
 
     def tensor(self, name: str) -> Floats:
-        """Return a weight as OpenedDraft does. Heads that the file rotates by neighbouring numbers
+        """Return a weight as OpenedDraft does. Heads that the file rotates by adjacent elements
         are reordered to Rope's halves, which does not change the scores of queries and keys.
         """
         values, head = OpenedDraft.tensor(self, name), self.head
@@ -296,7 +296,7 @@ def _selector(settings: _Settings) -> tuple[PairRule, int]:
 
 
 def _convolved(settings: _Settings, hidden: int) -> int:
-    """Return how many numbers share a kernel. Raises ModelError for another kind of convolution."""
+    """Return the channels per kernel. Raises ModelError for another kind of convolution."""
     size, group = settings.integer("conv_kernel_size"), settings.integer("conv_group_size")
     if size != KERNEL_SIZE:
         raise settings.keys.unfit("conv_kernel_size", size, f"{KERNEL_SIZE} to run here")
@@ -323,7 +323,7 @@ def _pair(settings: _Settings, shapes: dict[str, tuple[int, ...]]) -> tuple[Pair
 
 
 def _interleaved(keys: Keys, lfm2: bool) -> bool:
-    """Return whether heads are rotated by neighbouring numbers. Raises ModelError if the key is
+    """Return whether heads are rotated by adjacent elements. Raises ModelError if the key is
     missing in an LFM2 draft, which may be either.
     """
     stated = [keys.get(name) for name in ("rope_is_neox_style", "is_neox_style")]

@@ -158,7 +158,7 @@ def _pair(keys: Keys, shapes: dict[str, tuple[int, ...]]) -> tuple[PairRule, int
 
 
 def _convolved(keys: Keys, hidden: int) -> int:
-    """Return how many numbers share a kernel. Raises ModelError for another kind of convolution."""
+    """Return the channels per kernel. Raises ModelError for another kind of convolution."""
     keys.require("conv_kernel_size", KERNEL_SIZE)
     if hidden % (group := _positive(keys, "conv_group_size")):
         raise keys.unfit("conv_group_size", group, f"a divisor of embedding_length {hidden}")

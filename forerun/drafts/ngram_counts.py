@@ -142,6 +142,6 @@ def write_table(table: NgramTable, path: Path) -> None:
 
 
 def _small(numbers: AnyArray) -> AnyArray:
-    """Convert numbers to two bytes each if they suffice, else to four."""
+    """Convert integers to two bytes each if they suffice, else to four."""
     kind = np.uint16 if int(numbers.max(initial=0)) < 1 << 16 else np.int32
     return np.ascontiguousarray(numbers, kind)

@@ -82,7 +82,7 @@ class OpenedDraft(Generic[Head]):
 
     @property
     def feature_numbers(self) -> int:
-        """F*H: the numbers per token that it reads from the target's hidden states."""
+        """F*H: the elements per token that it reads of the target's hidden states."""
         return len(self.head.features) * self.head.target_hidden
 
     def some_rows(self, name: str, rows: AnyArray) -> Floats:

@@ -163,13 +163,13 @@ class PredictionLayers:
 
     @property
     def node_numbers(self) -> int:
-        """Float32 numbers of scratch per node of a pass, besides its logits."""
+        """Float32 elements of scratch per node of a pass, other than its logits."""
         arch = self.architecture
         return 6 * arch.hidden + 3 * arch.ffn + arch.latent_numbers
 
     @property
     def feature_numbers(self) -> int:
-        """H: the numbers of a token's last hidden state in the target."""
+        """H: the size of a token's last hidden state in the target."""
         return self.architecture.hidden
 
 

@@ -116,7 +116,7 @@ class WholeDraft:
 
     @property
     def node_numbers(self) -> int:
-        """Float32 numbers of scratch per node of a pass, besides its logits."""
+        """Float32 elements of scratch per node of a pass, other than its logits."""
         arch = self.checkpoint.architecture
         return (4 + arch.expert_rows) * arch.hidden + 3 * arch.ffn + arch.latent_numbers
 

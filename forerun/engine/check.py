@@ -52,7 +52,7 @@ def check_scheduler(scheduler: Scheduler, open: list[Sequence]) -> None:
 
 
 def check_sequence(sequence: Sequence) -> None:
-    """Check that a sequence's numbers are in order (see Sequence). Raises AssertionError."""
+    """Check that a sequence's counters are in order (see Sequence). Raises AssertionError."""
     table = sequence.table
     assert 0 < sequence.prompt_len <= sequence.total <= len(sequence.buffer)
     assert 0 <= table.length < sequence.total, "more keys and values than tokens"

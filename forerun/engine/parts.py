@@ -24,7 +24,7 @@ Answer = TypeVar("Answer")
 
 
 class GuardedDrafter(Drafter):
-    """The Drafter contract around another drafter, until its first exception.
+    """A Drafter that wraps another one until its first exception.
 
     After that the drafter, whose state may be inconsistent, is not called any more: nothing is
     proposed, and the policy is disabled.

@@ -52,7 +52,7 @@ class Sequence:
     """State of one choice, from submission to its last token. It holds the only copy of the tokens,
     which executors and drafters read (interface.slot_init.SequenceText).
 
-    The independent numbers and their order, which check.py asserts:
+    The independent counters and their order, which check.py asserts:
 
         0 <= prompt_len <= total            tokens decided: the prompt, then the output
         0 <= table.length < total           tokens with keys and values in pages

@@ -1,4 +1,4 @@
-"""The contract between a model drafter (host) and a draft model (arrays on a device).
+"""The interface between a model drafter (host) and a draft model (arrays on a device).
 
 A draft model is any network that proposes tokens: a head that reads the target's features, a second
 small decoder, the target's own prediction layers, a network that proposes a block in one pass.

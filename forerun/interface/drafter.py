@@ -1,4 +1,4 @@
-"""The drafter contract: a drafter proposes continuations, on the host or on a device.
+"""The interface of drafters: a drafter proposes continuations, on the host or on a device.
 
 Lossless acceptance never relies on a drafter: a wrong draft token costs time and never changes the
 text.

@@ -1,4 +1,4 @@
-"""The executor contract: the engine decides what runs and when, the executor holds all arrays
+"""The executor interface: the engine decides what runs and when, the executor holds all arrays
 (weights, caches, logits).
 """
 

@@ -1,4 +1,4 @@
-"""The contract of structured output: the grammars of all running sequences, by slot."""
+"""The interface of structured output: the grammars of all running sequences, by slot."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

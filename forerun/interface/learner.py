@@ -1,4 +1,4 @@
-"""The contract of estimates that are learned while serving and can be saved across restarts."""
+"""The interface of estimates that are learned while serving and can be saved across restarts."""
 
 from collections.abc import Callable
 from typing import Protocol

@@ -278,7 +278,7 @@ class Architecture:
 
     @property
     def rope_size(self) -> int:
-        """The most numbers of a head that may be rotated, in layers without a shape of their
+        """The most elements of a head that may be rotated, in layers without a shape of their
         own.
         """
         return self.head_size if self.latent is None else self.latent.rope
@@ -305,7 +305,7 @@ class Architecture:
 
     @property
     def latent_numbers(self) -> int:
-        """Numbers of a node between latent attention's products: the queries' latent, queries,
+        """Elements of a node between latent attention's products: the queries' latent, queries,
         these in the latent space, the context there, the heads' inputs, and values. 0 if attention
         is not latent.
         """

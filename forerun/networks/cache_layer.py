@@ -7,7 +7,7 @@ from dataclasses import dataclass
 class CacheLayer:
     """Keys and values of one layer: G heads, keys of E numbers each.
 
-    value_size  numbers of a value; None: E. Fewer: values are the first numbers of the keys, and
+    value_size  size of a value; None: E. Fewer: values are the first elements of the keys, and
                 only keys are cached (latent attention)
     """
 

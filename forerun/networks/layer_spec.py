@@ -69,8 +69,8 @@ class Latent:
         queries [A, rank + rope]    keys [1, rank + rope]    values [1, rank]: the keys' first
 
     query_rank  width between the two products that compute queries; None: there is one product
-    nope, rope  numbers of a head's query that are not, and that are, rotated
-    value       numbers of a head's value
+    nope, rope  elements of a head's query that are not, and that are, rotated
+    value       size of a head's value
     norm_eps    of the norms of the latent and between the two products; may differ from the model's
     paired      files store the rotated numbers' pairs side by side (naming.py)
     """
@@ -141,17 +141,17 @@ class GatedDelta:
 
     @property
     def keys(self) -> int:
-        """Numbers of all key heads of a token; queries have as many."""
+        """Total size of a token's key heads; that of its queries is the same."""
         return self.key_heads * self.key_size
 
     @property
     def values(self) -> int:
-        """Numbers of all value heads of a token."""
+        """Total size of a token's value heads."""
         return self.value_heads * self.value_size
 
     @property
     def channels(self) -> int:
-        """Numbers of a token that go through the convolution: queries, keys, values."""
+        """Channels of the convolution: those of queries, keys and values."""
         return 2 * self.keys + self.values
 
     def rows_of(self, part: str) -> slice | None:
@@ -162,7 +162,7 @@ class GatedDelta:
 
     @property
     def state_numbers(self) -> int:
-        """Numbers of a text's state in one layer, all in float32."""
+        """Elements of a text's state in one layer, all float32."""
         return (self.window - 1) * self.channels + self.value_heads * self.key_size * (
             self.value_size
         )
@@ -205,7 +205,7 @@ class ShortConvolution:
 
     @property
     def state_numbers(self) -> int:
-        """Numbers of a text's state in one layer, all in float32."""
+        """Elements of a text's state in one layer, all float32."""
         return (self.window - 1) * self.channels
 
     def tensors(self, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -278,7 +278,7 @@ class Router:
 class Experts:
     """A mixture of feed-forwards: a router chooses `top_k` of `count` for each token.
 
-    width        inner numbers of one expert
+    width        inner size of one expert
     shared       width of the expert that every token also visits; 0 = there is none
     shared_gate  its output is multiplied by the sigmoid of a learned gate [1,H] (Qwen2-MoE)
     bias         each expert's products have biases
@@ -323,7 +323,7 @@ class LayerSpec:
                   having none of its own (Architecture.borrows: of another model); None: its own
     beside        experts next to the dense feed-forward, each of the two with norms of its own;
                   their sum goes through the norm after the feed-forward
-    token_vector  numbers of a vector that each token has for this layer (Gemma 3n's and 4's
+    token_vector  size of a vector that each token has for this layer (Gemma 3n's and 4's
                   per-layer embeddings); after the feed-forward, x + norm(projection(
                   activation(gate x) vector)); 0: none
     scaled        a learned number multiplies the residual stream at the end
@@ -349,7 +349,9 @@ class LayerSpec:
 
     @property
     def active_width(self) -> int:
-        """Width of the feed-forward that one token runs through; of experts, the sum."""
+        """Inner size of the feed-forward that one token runs through; of a mixture, that of its
+        active experts together.
+        """
         own = self.feed_forward
         width = own.width if isinstance(own, Dense) else own.active_width
         return width if self.beside is None else max(width, self.beside.active_width)

@@ -62,7 +62,7 @@ class Divided:
 @dataclass(frozen=True, slots=True)
 class Proportional:
     """Gemma 4's scaling: the first `share` of a whole head's frequencies are divided by `factor`;
-    the others are 0. The two numbers of a pair are half a head apart, in files too.
+    the others are 0. The two elements of a pair are half a head apart, in files too.
     """
 
     share: float
@@ -109,7 +109,7 @@ Scaling = LinearScaling | Llama3 | Yarn | Divided | Proportional | LongRope
 class Rope:
     """The rotary embedding of a layer: base `theta`, and the scaling of the context, if any.
 
-    rotated  how many numbers of a head are rotated; None: all, 0: the layer has no positions
+    rotated  how many elements of a head are rotated; None: all, 0: the layer has no positions
              (arXiv 2305.19466). The others have the frequency 0. In files the rotated numbers come
              first; naming.py moves them to this module's halves when they are read
     """

@@ -33,7 +33,7 @@ def rope_from(
 
     context    tokens the model was trained for
     theta      default of the base
-    head_size  numbers of a head, of which partial_rotary_factor (default `share`) are rotated;
+    head_size  size of a head, of which partial_rotary_factor (default `share`) are rotated;
                None: the family rotates all
     ignored    keys of rope_parameters that have no effect on text
 

@@ -328,7 +328,7 @@ def _read_tensor(cursor: _Cursor) -> tuple[str, TensorEntry]:
 
 
 def _storage(name: str, number: int) -> tuple[str, int, int]:
-    """Return the ggml name, numbers per block and bytes per block of storage type `number`."""
+    """Return the ggml name, elements per block and bytes per block of storage type `number`."""
     kind = NAMES.get(number)
     if kind is None:
         raise UnsupportedError(f"tensor {name!r} has the unknown storage type {number}")

@@ -1,4 +1,4 @@
-"""Widens numbers of few bits."""
+"""Converts quantised elements to wider types."""
 
 import numpy as np
 from numpy.typing import NDArray

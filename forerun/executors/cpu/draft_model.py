@@ -54,7 +54,7 @@ class CpuDraftPass:
 
 
 class CpuDraftModel(DraftModelBase):
-    """The DraftModel contract around a native model, `_model`. This base class serves a model that
+    """A DraftModel that wraps a native model, `_model`. This base class serves a model that
     reads a hidden state together with the next token: the target's at first, then its own output.
     """
 
@@ -94,7 +94,7 @@ class CpuDraftModel(DraftModelBase):
 
     def adopted(self, model: int | None, features: int, weight_bytes: int) -> int:
         """Hand a newly opened native model to the target, which closes it with itself and stores
-        `features` numbers per token for it. Returns its handle. Raises MemoryPlanError if `model`
+        `features` elements per token for it. Returns its handle. Raises MemoryPlanError if `model`
         is None: it could not be opened.
         """
         self.facts["weight_bytes"] = self.facts.get("weight_bytes", 0) + weight_bytes
@@ -260,7 +260,7 @@ def likeliest(logits: Floats, count: int) -> Candidates:
 
 
 def _largest(row: Floats, count: int) -> AnyArray:
-    """Return int[count] indices of the `count` largest numbers of float32[n], largest first, ties
+    """Return int[count] indices of the `count` largest elements of float32[n], largest first, ties
     to the lower index.
     """
     if count == 1:

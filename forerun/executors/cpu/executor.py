@@ -1,4 +1,4 @@
-"""CpuExecutor: the executor contract on the compiled core."""
+"""CpuExecutor: the Executor interface on the compiled core."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace

@@ -32,7 +32,7 @@ def net_sizes(arch: Architecture, limits: ExecutorLimits) -> dict[str, int]:
 
 
 def node_numbers(arch: Architecture) -> tuple[int, int]:
-    """Return how many float32 numbers a node of a step takes in recurrent layers: (scratch of any
+    """Return the float32 elements of a step's node in recurrent layers: (scratch of any
     node, what a draft token stores until it is accepted).
     """
     match arch.recurrent:

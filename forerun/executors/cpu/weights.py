@@ -47,7 +47,7 @@ _KINDS = {
     "MXFP4": (10, 32, 17),
     "Q5_0": (11, 32, 22),
 }
-"""ggml's name -> `Source` of csrc/quant.h, numbers in a block, bytes of a block."""
+"""ggml's name -> `Source` of csrc/quant.h, elements in a block, bytes of a block."""
 _INT4 = "4-bit integers"
 """One scale and zero point for 128 inputs, or a multiple of that (GPTQ, AWQ)."""
 _SMALL_INT4 = "4-bit integers in groups below 128"

@@ -346,7 +346,9 @@ class TorchExecutor(EagerSteps):
         return super().begin(plan, trees, masks) if round is None else round
 
     def begin_after(self, running: Round, plan: Plan, ends: Ints) -> CapturedRound | None:
-        """Begin a round on the results of the running one; None if no round can."""
+        """Begin a round on the results of the running one. Returns None if that is impossible, for
+        example if the step must run eagerly.
+        """
         return None if self.rounds is None else self.rounds.begin_after(running, plan, ends)
 
     def finish(self, round: Round, masks: NodeMasks | None = None) -> Outcome:

@@ -209,7 +209,7 @@ class JaxBlockDrafting(NamedTuple):
     def block(self, params: Params, state: State, whole: Array, *, size: Bucket) -> Array:
         """Return the candidates of one block below each of R = size.rows roots,
         int32[R,depth,2*k+h]: draft ids, the bits of float32 log-probabilities (nats), best first,
-        and the bits of h numbers that the output head reads, if tokens depend on those above;
+        and the bits of the h elements that the output head reads, if tokens depend on those above;
         k = size.nodes.
 
         whole  int32 vector of `block_shapes`. Changes nothing.

@@ -194,8 +194,8 @@ def _attend(
     """Fill `found`, `sums` and `out` as in AttentionParts (triton_merge.py), for P = most_parts.
     asked: Q, count: M, nodes of a tile. The rest as in Geometry.
 
-    SHARING programs of GQA_GROUP heads each read one key/value head; values are V numbers, of fewer
-    than E the keys' first. SINKS: each head's sums begin with its own score, once.
+    SHARING programs of GQA_GROUP heads each read one key/value head; values have V elements, which
+    are the first of the keys' if V < E. SINKS: each head's sums begin with its own score, once.
 
     Parts and nodes are arguments, not constants, so that a model needs few binaries.
     """
