@@ -333,7 +333,7 @@ def few_bits_sentence(path: Path, title: str, weights: int, here: str | None = N
     """Return the sentence that a quantised checkpoint takes `weights` bytes in memory.
 
     title  how it stores its matrices
-    here   how the executor stores them, as text for users; None: they are widened
+    here   how the executor stores them, as text for users; None: they are dequantised
 
     Raises OSError if its files no longer exist.
     """

@@ -126,7 +126,7 @@ class PlannedCheckpoint(RandomCheckpoint):
         self._methods = read_method(config)
 
     def grouped(self, name: str) -> Grouped | None:
-        """Return a quantised matrix of random numbers; None if it is floats or must be widened."""
+        """Return a quantised matrix of random numbers; None if it cannot stay quantised."""
         shape = self.shape(name)
         method = next(iter(self._methods), None)
         if method is None or len(shape) != 2 or method.bits not in (4, 8):

@@ -113,8 +113,8 @@ def _state_needs(config: EngineConfig, arch: Architecture, needs: Needs) -> Need
 
 
 def _kept_needs(config: EngineConfig, checkpoint: Checkpoint, needs: Needs) -> Needs:
-    """Return the needs with the bytes of widened matrices replaced by those of matrices that stay
-    quantised, and with scratch for the part of one that is widened at a time; once more for
+    """Return the needs with the bytes of dequantised matrices replaced by those of matrices kept
+    quantised, and with scratch for the part of one that is dequantised at a time; once more for
     captured rounds.
     """
     if config.dtype != "file":

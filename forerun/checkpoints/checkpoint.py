@@ -65,7 +65,7 @@ class ReadInParts(Protocol):
 
 @runtime_checkable
 class InFourBits(Protocol):
-    """A checkpoint with matrices of 4-bit integers, which need not be widened."""
+    """A checkpoint with matrices of 4-bit integers, which need not be dequantised."""
 
     def four_bit_group(self, name: str) -> int:
         """Return how many inputs share a scale and a zero point; 0 if the matrix is not of 4-bit

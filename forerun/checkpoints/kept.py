@@ -1,4 +1,4 @@
-"""Selects the matrices of a checkpoint that need not be widened, because products of layers read
+"""Selects the matrices of a checkpoint that stay quantised, because the products of layers can read
 their format.
 """
 
@@ -43,8 +43,8 @@ def grouped_of(checkpoint: Checkpoint, name: str) -> Grouped | None:
 
 
 def kept_matrix(checkpoint: Checkpoint, name: str) -> Grouped | None:
-    """Return the matrix of that name if products can read its format; None if it has to be widened,
-    because of its name, its format or its size.
+    """Return the matrix of that name if products can read its format; None if they cannot, because
+    of its name, its format or its size.
     """
     if _KEPT.fullmatch(name) is None:
         return None
@@ -53,7 +53,7 @@ def kept_matrix(checkpoint: Checkpoint, name: str) -> Grouped | None:
 
 
 def keeps(checkpoint: Checkpoint) -> bool:
-    """Return whether any matrix of the checkpoint need not be widened."""
+    """Return whether any matrix of the checkpoint can stay quantised."""
     return any(kept_matrix(checkpoint, name) is not None for name in checkpoint.names())
 
 
@@ -66,7 +66,7 @@ def kept_matrices(checkpoint: Checkpoint) -> dict[str, Grouped]:
 
 
 SCRATCH = 1 << 27
-"""Bytes of a quantised weight that are widened at a time for many rows (triton_few_bits.py in
+"""Bytes of a quantised weight that are dequantised at a time for many rows (triton_few_bits.py in
 executors/torch). Not measured.
 """
 

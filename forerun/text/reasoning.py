@@ -18,7 +18,9 @@ TAIL = 64
 
 
 class Stage(StrEnum):
-    """The stage of an answer."""
+    """Whether an answer is in its reasoning (THINKING), after it (ANSWERING), or not known yet
+    (UNDECIDED).
+    """
 
     UNDECIDED = "undecided"
     THINKING = "thinking"

@@ -27,7 +27,7 @@ _OF_ACTIVATIONS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class QuantisedFile(TensorFile):
-    """A file's quantised matrices. `floats` widens one; `rows` is its bytes as float32.
+    """A file's quantised matrices. `floats` dequantises one; `rows` is its bytes as float32.
 
     matrices  by the names in `tensors`
     """

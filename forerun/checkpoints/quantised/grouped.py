@@ -1,4 +1,4 @@
-"""Matrices of quantised folders that are not widened: as grouped.Grouped, and those of 4-bit
+"""Matrices of quantised folders that stay quantised: as grouped.Grouped, and those of 4-bit
 integers (GPTQ, AWQ, pack-quantized) as mapped.FourBits.
 """
 

@@ -21,7 +21,7 @@ _FLOAT8 = _float8_numbers()
 
 
 def widened(flat: NDArray[np.uint8], kind: str) -> Floats:
-    """Widen bytes uint8[.] of numbers of a float type, F32, F16, BF16 or F8_E4M3, to float32[n].
+    """Convert bytes uint8[.] of elements of a float type, F32, F16, BF16 or F8_E4M3, to float32[n].
     Raises KeyError for another type.
     """
     if kind == "BF16":

@@ -33,7 +33,7 @@ KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "
 
 
 class Sizes(ctypes.Structure):
-    """`Sizes` of csrc/model.h."""
+    """Mirrors `Sizes` of csrc/model.h: the model's dimensions."""
 
     _fields_ = (
         *((name, c_int32) for name in ("layers", "hidden", "heads", "kv_heads", "head_size")),
@@ -50,7 +50,7 @@ class Sizes(ctypes.Structure):
 
 
 class Ropes(ctypes.Structure):
-    """`Ropes` of csrc/model.h; see places.RopeTable."""
+    """Mirrors `Ropes` of csrc/model.h; see places.RopeTable."""
 
     _fields_ = (
         *((name, c_int32) for name in ("count", "pairs")),
@@ -59,7 +59,7 @@ class Ropes(ctypes.Structure):
 
 
 class LayerKind(ctypes.Structure):
-    """`LayerKind` of csrc/model.h."""
+    """Mirrors `LayerKind` of csrc/model.h: the description of a layer."""
 
     _fields_ = (
         *((name, c_int32) for name in ("ffn", "experts", "top_k", "shared")),
@@ -73,7 +73,7 @@ class LayerKind(ctypes.Structure):
 
 
 class StepArrays(ctypes.Structure):
-    """`Step` of csrc/model.h."""
+    """Mirrors `Step` of csrc/model.h: the arrays of a step, by pointer."""
 
     _fields_ = (
         *((name, c_int32) for name in ("rows", "nodes", "page_width", "scored")),
@@ -85,7 +85,7 @@ class StepArrays(ctypes.Structure):
 
 
 class Walk(ctypes.Structure):
-    """`Walk` of csrc/model.h."""
+    """Mirrors `Walk` of csrc/model.h: the arrays for choosing tokens, by pointer."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("temperature", "seed", "prompt_len", "cut_offs")),
@@ -96,7 +96,7 @@ class Walk(ctypes.Structure):
 
 
 class HeadKind(ctypes.Structure):
-    """`HeadKind` of csrc/draft.h."""
+    """Mirrors `HeadKind` of csrc/draft.h: the description of a draft head."""
 
     _fields_ = tuple(
         (name, c_int32)
@@ -115,7 +115,7 @@ class HeadKind(ctypes.Structure):
 
 
 class BlockKind(ctypes.Structure):
-    """`BlockKind` of csrc/draft.h."""
+    """Mirrors `BlockKind` of csrc/draft.h: the description of a block drafter."""
 
     _fields_ = tuple(
         (name, c_int32)
@@ -124,7 +124,7 @@ class BlockKind(ctypes.Structure):
 
 
 class DraftStep(ctypes.Structure):
-    """`DraftStep` of csrc/draft.h."""
+    """Mirrors `DraftStep` of csrc/draft.h: the arrays of a draft pass, by pointer."""
 
     _fields_ = (
         *((name, c_int32) for name in ("rows", "nodes", "first", "extend", "page_width")),
@@ -137,13 +137,13 @@ class DraftStep(ctypes.Structure):
 
 
 class AssistantKind(ctypes.Structure):
-    """`AssistantKind` of csrc/draft.h."""
+    """Mirrors `AssistantKind` of csrc/draft.h: the description of an assistant."""
 
     _fields_ = tuple((name, c_int32) for name in ("slots", "clusters", "top_k"))
 
 
 class TableArrays(ctypes.Structure):
-    """`NgramTable` of csrc/ngram.h."""
+    """Mirrors `NgramTable` of csrc/ngram.h: the arrays of an n-gram table, by pointer."""
 
     _fields_ = (
         ("contexts", c_int32),
@@ -153,7 +153,7 @@ class TableArrays(ctypes.Structure):
 
 
 class NgramRules(ctypes.Structure):
-    """`NgramRules` of csrc/ngram.h."""
+    """Mirrors `NgramRules` of csrc/ngram.h: the settings of n-gram lookup."""
 
     _fields_ = (
         ("slots", c_int32),
@@ -169,7 +169,7 @@ class NgramRules(ctypes.Structure):
 
 
 class DeltaStep(ctypes.Structure):
-    """`DeltaStep` of csrc/delta.h."""
+    """Mirrors `DeltaStep` of csrc/delta.h: the arrays of a step through a delta net."""
 
     _fields_ = (
         *((name, c_int32) for name in ("rows", "key_heads", "value_heads")),

@@ -2,7 +2,7 @@
 the host, for all nodes of a level at once.
 
 Weights are in params["draft"]["pairs"]: `before` [V,r] and `after` [Vd,r] in the dtype of matrices;
-`joint` and `sure` [in, out] and their biases in float32, where there are any; `chances`
+`joint` and `sure` [in, out] and their biases in float32, if they exist; `chances`
 float32[2,2,depth,10] as OnDeviceDraftSpec has them.
 """
 

@@ -287,7 +287,9 @@ class Functions:
         return state._replace(recurrent=tables)
 
     def states(self, params: Params, state: State, moves: Array) -> State:
-        """Return the state with recurrent states copied from rows moves[0] to rows moves[1]."""
+        """Return the state with recurrent states copied from rows moves[0] to rows moves[1]; moves
+        int32[2,MOVED].
+        """
         assert state.recurrent is not None
         return state._replace(recurrent=state.recurrent.copied(*moves))
 

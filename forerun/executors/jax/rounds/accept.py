@@ -124,7 +124,7 @@ def twins(trees: Trees) -> Array:
 def walk(choices: Array, trees: Trees) -> Array:
     """Return bool[R,N], the nodes on the accepted path, its root included.
 
-    choices  int32[R,N] of all nodes, NOTHING where there is none
+    choices  int32[R,N] of all nodes, NOTHING for none
 
     The rule of forerun.speculative.accept without a loop: a node is right where it is the first
     child of its parent that drafts the parent's choice, and has a choice itself; it is kept where

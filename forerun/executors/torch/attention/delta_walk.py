@@ -39,7 +39,7 @@ class DeltaWay:
 
     @staticmethod
     def of(step: StateStep) -> "DeltaWay":
-        """Return the inputs for a step."""
+        """Return the arrays of a step, on the host."""
         trees = step.trees
         start, known, parents = (
             np.ascontiguousarray(each, np.int32)

@@ -25,10 +25,11 @@ dequantises at once.
 """
 
 FEW, COLUMNS = 256, 64
-"""Rows up to which the kernel runs, and outputs of one of its tiles. FEW by bytes: the kernel reads
-4-bit weights once for every 32 rows, half a byte each, and a widened one is written and read as 2.
-Above 64 rows, where the kernel has .7 of bfloat16's speed, not measured:
-docs/inside/gpu-runbook.md.
+"""FEW: rows up to which the kernel runs. COLUMNS: outputs of one of its tiles.
+
+FEW by bytes: the kernel reads 4-bit weights once for every 32 rows, half a byte each, while
+dequantised ones are written and read as 2. Above 64 rows, where the kernel has .7 of bfloat16's
+speed, not measured: docs/inside/gpu-runbook.md.
 """
 
 TILE = 32

@@ -237,7 +237,7 @@ def _product(
              what comes through: GELU, CLAMP and SLOPE as in triton_layers.gated
     parts    float32[SPLITS,count,outputs] what programs found, where there are several
     through  int32[tiles] how many of a tile's are through: 0 before and after
-    PTX      widen numbers by instructions of the device: x is in 16 bits, and nothing interprets
+    PTX      whether to convert by PTX instructions: x is in 16 bits, and not interpreted
     EVEN     blocks and tiles end where the weight does
     """
     line = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
