@@ -396,7 +396,9 @@ def head_by_head(name: str, piece: StoredPart, arch: Architecture, spec: LayerSp
 
 
 def order_of(name: str, arch: Architecture, spec: LayerSpec) -> Order | None:
-    """Return the order of the rows of query and key weights and norms, if files have another."""
+    """Return int[rows], for each row of this query or key weight or norm in canonical order, its
+    index in the file; None if the orders are the same.
+    """
     latent, rope = spec.attention.latent, spec.rope
     if latent is not None:
         if not latent.paired:

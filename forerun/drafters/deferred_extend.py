@@ -61,9 +61,9 @@ class DeferredDraftExtend:
         return True
 
     def take(self, plan: Plan, rows: AnyArray, most: int) -> tuple[Ints, Ints]:
-        """Take the next deferred tokens of rows int[n], row after row, at most `most` in all. They
-        no longer count as deferred. Returns int32[n], the position of each row's first one, and
-        int32[n] counts.
+        """Remove the next deferred tokens of rows int[n] from the deferred ones, row after row, at
+        most `most` in all. Returns int32[n], the position of each row's first one, and int32[n]
+        counts.
         """
         slots, lag = plan.slots[rows], self.lag(plan)[rows]
         begin = self.begin[slots]

@@ -49,10 +49,10 @@ class Follower:
         self._automaton: Automaton | str = "no grammar was sent"
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Take the tokens of request["take"] and reply with what may follow: {"mask" (base64 of one
-        bit per id), "complete", "error"}. "begin" in the request has a new grammar in llguidance's
-        form. If a token does not fit or a limit is reached, "error" has the reason and the mask
-        allows only the end of the text.
+        """Advance the grammar by the tokens in request["take"] and return the tokens allowed next:
+        {"mask" (base64 of one bit per id), "complete", "error"}. "begin" in the request has a new
+        grammar in llguidance's form. If a token does not fit or a limit is reached, "error" has the
+        reason and the mask allows only the end of the text.
         """
         if "begin" in request:
             self._automaton = self._library.build(request["begin"])(True)

@@ -32,8 +32,8 @@ class Automaton(Protocol):
         ...
 
     def take(self, token: int) -> bool:
-        """Take a token. Returns False if it does not fit; then nothing has changed, unless a limit
-        was reached (see error).
+        """Advance the grammar by a token. Returns False if the grammar does not allow it; then
+        nothing has changed, unless a limit was reached (see error).
         """
         ...
 
@@ -129,7 +129,7 @@ class AsyncMatcher(Protocol):
         ...
 
     def take(self, tokens: Sequence[int]) -> None:
-        """Take decided tokens; returns at once. The answer for them arrives later."""
+        """Advance the grammar by decided tokens; returns at once. `answer` follows later."""
         ...
 
     def close(self) -> None:

@@ -60,8 +60,9 @@ class GuidanceAutomaton:
         return GuidanceAutomaton(self._matcher.deep_copy(), self._slashes, self._before)
 
     def take(self, token: int) -> bool:
-        """Take a token. Returns False, and changes nothing, if it does not fit. llguidance does not
-        recover from a rejected token, so the token is tested first.
+        """Advance the grammar by a token. Returns False, and changes nothing, if the grammar does
+        not allow it. llguidance does not recover from a rejected token, so the token is tested
+        first.
         """
         if self._slashes is None:
             return bool(self._matcher.try_consume_tokens([token]) == 1)

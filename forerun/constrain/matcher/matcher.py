@@ -176,8 +176,8 @@ class Matcher:
         return self._position().error if self._path else self._automaton.error
 
     def commit(self, token: int) -> bool:
-        """Take the decided `token`, after undoing all draft tokens. Returns False if it does not
-        fit; then nothing else has changed.
+        """Advance the grammar by the decided `token`, after undoing all draft tokens. Returns False
+        if the grammar does not allow it; then nothing else has changed.
         """
         self.restart()
         self._positions.clear()
@@ -194,7 +194,9 @@ class Matcher:
         return True
 
     def advance(self, token: int) -> bool:
-        """Take draft token `token`. Returns False, and changes nothing, if it does not fit."""
+        """Advance the grammar by draft token `token`. Returns False, and changes nothing, if the
+        grammar does not allow it.
+        """
         before = self._start.place, self._path
         given = self._start.take(token)
         if given is None:

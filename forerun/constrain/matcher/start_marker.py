@@ -142,10 +142,10 @@ class StartMarker:
         return list(budget.ending[place.forced :])
 
     def take(self, token: int) -> tuple[int, ...] | None:
-        """Take a token, and return the tokens that the constraint sees of it: the token itself once
-        the constraint has begun, none before. If the marker ends within the token, its rest counts
-        as the token with exactly these bytes. Returns None, and changes nothing, if no token has
-        them, or if the budget forces another token.
+        """Advance by a token, and return the part of it, as tokens, that the constraint applies to:
+        the token itself once the constraint has begun, none before. If the marker ends within the
+        token, its rest counts as the token with exactly these bytes. Returns None, and changes
+        nothing, if no token has them, or if the budget forces another token.
         """
         marker, place = self._marker, self.place
         if marker is None or place is None:

@@ -40,7 +40,7 @@ from forerun.types import Floats
 
 
 class BlockDrafting(Drafting):
-    """The work of a block drafter in a round."""
+    """Drafts with a block drafter at the end of a captured round, in tensors of fixed shapes."""
 
     _model: TorchBlockModel
 

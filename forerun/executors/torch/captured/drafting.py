@@ -47,10 +47,7 @@ from forerun.types import Floats
 
 
 class Drafting:
-    """The work of a draft model in a round. Keeps no state between rounds.
-
-    confident  whether the model has a confidence
-    """
+    """Drafts with a draft model at the end of a captured round. Keeps no state between rounds."""
 
     _model: LevelModel | TorchBlockModel
     confident = False
