@@ -1,11 +1,13 @@
 """Several models on a command line, in a folder or in a file: their names, sizes and loaders."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from forerun.cache_dir import seen
+from forerun.checkpoints.gguf.parts import parts_of
 from forerun.cli.layers import entries
 from forerun.cli.yaml_file import mapping
 from forerun.errors import ConfigError
@@ -22,9 +24,16 @@ OWN = (
 """Options that belong to a single model."""
 
 
+_BESIDE = re.compile(r"\..*|.*mmproj.*")
+"""Names of GGUF files that are no models: what macOS hides beside files that it copied, and
+projectors of images.
+"""
+
+
 def in_folder(folder: Path) -> list[str]:
-    """Return the references of all models in a folder: GGUF files, and subfolders with a
-    config.json. Raises ConfigError if there is none.
+    """Return the references of all models in a folder: GGUF files, of those in parts the first,
+    and subfolders with a config.json; links to nothing are none. Raises ConfigError if there is
+    none.
     """
     try:
         inside = sorted(folder.iterdir())
@@ -33,11 +42,16 @@ def in_folder(folder: Path) -> list[str]:
     references = [
         str(path)
         for path in inside
-        if path.suffix == ".gguf" or seen(path / "config.json") is not None
+        if (_is_gguf(path) if path.suffix == ".gguf" else seen(path / "config.json") is not None)
     ]
     if not references:
         raise ConfigError(f"--models-dir {folder} holds no .gguf file and no model folder.")
     return references
+
+
+def _is_gguf(path: Path) -> bool:
+    first = parts_of(path)[0] == path
+    return first and not _BESIDE.fullmatch(path.name) and seen(path) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +142,10 @@ def size_of(reference: str) -> int:
         return catalog.BUILT_IN[reference].size
     path = Path(reference)
     if path.is_file():
-        return path.stat().st_size
+        return sum(one.stat().st_size for one in parts_of(path) if one.is_file())
     if path.is_dir():
         weights = (one for one in path.iterdir() if one.suffix in (".safetensors", ".bin"))
-        return sum(one.stat().st_size for one in weights)
+        return sum(one.stat().st_size for one in weights if one.is_file())
     return sum(
         one.size for one in huggingface.cached() if one.name == reference.split(":", maxsplit=1)[0]
     )

@@ -176,7 +176,10 @@ def _no_model(path: Path) -> ModelError:
 
 def _unknown(reference: str) -> ModelError:
     if "/" in reference or "\\" in reference or reference.endswith(".gguf"):
-        return ModelError(f"there is no file or folder {reference}{_neighbour(Path(reference))}")
+        path = Path(reference)
+        if path.is_symlink():
+            return ModelError(f"{reference} is a link to {path.readlink()}, which is gone")
+        return ModelError(f"there is no file or folder {reference}{_neighbour(path)}")
     known = well_known(reference)
     close = difflib.get_close_matches(reference.lower(), BUILT_IN, n=1, cutoff=0.4)
     hint = f", did you mean {close[0]}?" if close else "."

@@ -87,6 +87,13 @@ def test_a_gguf_may_be_a_pointer_or_empty(tmp_path):
             open_model(str(path))
 
 
+def test_a_model_that_is_a_link_to_nothing_is_no_misspelling(tmp_path):
+    for name in ("x.gguf", "folder"):
+        (tmp_path / name).symlink_to(tmp_path / "gone")
+        with pytest.raises(ModelError, match=rf"{name} is a link to .*gone, which is gone$"):
+            open_model(str(tmp_path / name))
+
+
 def test_a_link_to_nothing_is_named(folder, tmp_path):
     """As in a hub cache of which somebody deleted the blobs."""
     blobs = tmp_path / "blobs"

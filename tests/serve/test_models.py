@@ -441,6 +441,22 @@ def test_a_folder_of_models_and_their_names(tmp_path):
         in_folder(tmp_path / "y")
 
 
+def test_what_lies_beside_models_is_none_and_keeps_none_from_being_served(tmp_path):
+    """Links to nothing, what macOS hides, projectors, and parts behind the first."""
+    for name, size in (("x.gguf", 4), ("z-00001-of-00002.gguf", 5), ("z-00002-of-00002.gguf", 6)):
+        (tmp_path / name).write_bytes(bytes(size))
+    for name in ("._x.gguf", "mmproj-F16.gguf", "x.mmproj-q8_0.gguf", "x.gguf.part"):
+        (tmp_path / name).touch()
+    (tmp_path / "y").mkdir()
+    (tmp_path / "y" / "config.json").write_text("{}")
+    for link in ("gone.gguf", "gone", "y/model.safetensors"):
+        (tmp_path / link).symlink_to(tmp_path / "nothing")
+    found = named(in_folder(tmp_path), EngineConfig())
+    assert [(one.name, one.size) for one in found] == [
+        ("x", 4), ("y", 0), ("z-00001-of-00002", 11),
+    ]  # fmt: skip
+
+
 OPTIONS = build_parser().parse_args(["serve"]).options
 
 
