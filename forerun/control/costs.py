@@ -302,7 +302,7 @@ class LiveCosts:
 
     @property
     def pace(self) -> float:
-        """How much slower steps are now than at start-up; 1 = equal."""
+        """Factor by which steps are slower now than at start-up; 1 = equal."""
         return exp(self.log_pace)
 
 

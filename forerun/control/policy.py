@@ -25,7 +25,7 @@ def off(reason: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a row may draft in the next step.
+    """The limits of a row's draft in the next step.
 
     nodes   most draft tokens
     depth   longest path of draft tokens
@@ -46,7 +46,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a step may draft. A value: it may be computed again or dropped without any effect.
+    """The limits of a step's drafts. A value: it may be recomputed or dropped without any effect.
 
     reason  text for users
     rows    B budgets; all zero: a plain step

@@ -1,4 +1,4 @@
-"""What a step costs, as measured at start-up."""
+"""The costs of steps, measured at start-up."""
 
 from dataclasses import dataclass
 

@@ -21,7 +21,7 @@ _WHOLE = -1
 
 @dataclass(slots=True)
 class _Count:
-    """How often a best token was tried below a right one, and how often it was right; decayed."""
+    """Counts of best tokens tried below a right one, and of those that were right; decayed."""
 
     tried: float = 0.0
     right: float = 0.0

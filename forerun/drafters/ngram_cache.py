@@ -32,7 +32,7 @@ def counted_nothing(tokens: Ints, first: int, tenant: int) -> None:
 
 
 class _Context:
-    """What followed a context: the total count, and counts of at most FOLLOWERS tokens."""
+    """The tokens that followed a context: the total count, and counts of at most FOLLOWERS."""
 
     __slots__ = ("counts", "tokens", "total")
 

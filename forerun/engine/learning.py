@@ -47,7 +47,7 @@ _ANSWER = struct.Struct("<QI")
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What an engine learns, and the journals where it is saved.
+    """The estimates that an engine learns, and the journals where they are saved.
 
     answers    journal of counted tokens
     estimates  journal of what learners return

@@ -27,7 +27,7 @@ CANDIDATES = 64
 
 @dataclass(frozen=True, slots=True)
 class FeatureNeeds:
-    """Which hidden states of the target a draft model reads.
+    """The hidden states of the target that a draft model reads.
 
     kind    none; last: the last hidden state, after the target's final norm; aux: aux hidden
             states, the residual streams inside the target

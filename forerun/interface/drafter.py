@@ -17,7 +17,7 @@ from forerun.speculative.tree import Draft, TreeBatch
 
 @dataclass(frozen=True, slots=True)
 class DrafterTraits:
-    """What a drafter needs, and what it costs.
+    """The needs and costs of a drafter.
 
     name              shown in statistics
     max_depth         longest path it can propose

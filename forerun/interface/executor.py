@@ -89,7 +89,7 @@ class ExecutorLimits:
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an executor can do that not all of them can.
+    """The optional abilities of an executor.
 
     needs_masks_before_forward  the round itself decides constrained rows, so `begin` needs their
                  masks; else masks are computed while the round runs and passed to `finish`

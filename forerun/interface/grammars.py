@@ -20,7 +20,7 @@ CandidateTokens = tuple[Ints, Floats]
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """How far emitted tokens agree with a grammar.
+    """The extent to which emitted tokens agree with a grammar.
 
     kept         how many of them count; the rest, and all later ones, do not
     complete     the text is complete and ends after these

@@ -12,7 +12,7 @@ from forerun.types import Bools, Floats, Ints
 
 @dataclass(frozen=True, slots=True)
 class OnDeviceDraftSpec:
-    """What a step of the target does for the draft model at its end, if the device can.
+    """The drafting that a step of the target does at its end, if the device supports it.
 
     slots   int32[.] of sequences whose draft model has caught up: extend it by the accepted tokens,
             then grow the next draft below them
@@ -31,7 +31,7 @@ class OnDeviceDraftSpec:
 
 @dataclass(frozen=True, slots=True)
 class NextDrafts:
-    """What a step drafted for the next one.
+    """The draft tokens that a step made for the next one.
 
     K = forerun.speculative.tree.full_size(width, levels).
 

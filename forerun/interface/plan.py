@@ -31,7 +31,7 @@ class NodeCosts:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one step does. Row b advances the sequence in slot slots[b].
+    """The work of one step. Row b advances the sequence in slot slots[b].
 
     slots       int32[B]
     kv_len      int32[B]    tokens whose keys and values are already in pages
@@ -104,7 +104,7 @@ Reports = tuple[TokenLogprobs, ...]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step decided. The only thing copied from device to host.
+    """The decisions of a step, the only data copied from device to host.
 
     n_tokens        int32[B]   tokens emitted: 0 if the row does not sample, else accepted + 1
     tokens          int32[B,D] the accepted draft tokens, then the target's own token; -1 padded

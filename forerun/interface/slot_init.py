@@ -1,4 +1,4 @@
-"""What executors and drafters receive about a sequence that takes a slot."""
+"""The data of a sequence that executors and drafters receive when it gets a slot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,7 +46,7 @@ class TokenText:
 
 @dataclass(frozen=True, slots=True)
 class SlotInit:
-    """What an executor needs of a sequence when it takes a slot.
+    """The data of a sequence that an executor needs when it gets a slot.
 
     text        all its decided tokens, now and later: the sampler's history, since a plan omits
                 tokens that are in the prefix cache. It begins with the prompt, and with output

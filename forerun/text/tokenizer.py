@@ -65,7 +65,7 @@ class AddedToken:
 
 @dataclass(frozen=True, slots=True)
 class TextEnds:
-    """How texts begin and end.
+    """The ids with which texts begin and end.
 
     eos_ids  ids that end a text, the declared one first
     bos_id   begin-of-text id, if there is one

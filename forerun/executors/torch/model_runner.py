@@ -93,7 +93,7 @@ class TorchRound(Round):
 
 @dataclass(frozen=True, slots=True)
 class TorchOptions:
-    """How a model runs.
+    """The options of a model in torch.
 
     dtype    a name in memory.DTYPES, to which weights are converted, or FILE: they stay as stored
     compile  have torch.compile generate the kernels between the matrix products

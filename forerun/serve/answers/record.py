@@ -34,7 +34,7 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}"
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is known of one request so far.
+    """The facts known about one request so far.
 
     route       its path with names in place of ids; None if there is no such route
     model       name of the model that answers it

@@ -1,4 +1,4 @@
-"""What a block drafter does at the end of a round: store the accepted nodes' features, propose one
+"""The work of a block drafter at a round's end: store the accepted nodes' features, propose one
 block below every row's new end, and grow the best paths of its marginals, or of what these become
 below the tokens above (pairs.py).
 
