@@ -17,6 +17,17 @@ else:
     import fcntl
 
 _POLL_SECONDS = 0.2
+_CHOICE = {"win32": "LOCALAPPDATA", "darwin": "HOME"}.get(sys.platform, "XDG_CACHE_HOME")
+
+
+def home() -> Path:
+    """Return the user's home; one that does not exist for a user without (a number that the machine
+    does not know, as containers run under, and no HOME).
+    """
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/nonexistent")
 
 
 def cache_dir() -> Path:
@@ -24,12 +35,12 @@ def cache_dir() -> Path:
     Linux). It need not exist; nothing is created.
     """
     if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        base = Path(os.environ.get("LOCALAPPDATA") or home() / "AppData" / "Local")
     elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
+        base = home() / "Library" / "Caches"
     else:
         given = os.environ.get("XDG_CACHE_HOME", "")
-        base = Path(given) if Path(given).is_absolute() else Path.home() / ".cache"
+        base = Path(given) if Path(given).is_absolute() else home() / ".cache"
     return base / "forerun"
 
 
@@ -66,7 +77,7 @@ def make_room(folder: Path, size: int) -> None:
     if free < size:
         raise DownloadError(
             f"{folder} has {free / 1e6:.0f} MB free and {size / 1e6:.0f} MB are needed; "
-            "make room or choose another cache directory"
+            f"make room or choose another cache directory ({_CHOICE})"
         )
 
 
@@ -90,7 +101,7 @@ def unwritable(folder: Path, error: OSError) -> DownloadError:
     """Return the error that the cache directory `folder` cannot be written; does not raise it."""
     return DownloadError(
         f"the cache directory {folder} cannot be written ({error.strerror or error}); "
-        "make it writable or choose another"
+        f"make it writable or choose another ({_CHOICE})"
     )
 
 

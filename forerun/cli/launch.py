@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forerun.cache_dir import home
 from forerun.cli.console import emit_json, say
 from forerun.cli.running import get_json
 from forerun.errors import ConfigError
@@ -146,7 +147,7 @@ def _limits(at: Server, context: str, output: str) -> dict[str, str]:
 
 
 def _codex(at: Server) -> Setup:
-    home = Path(os.environ.get("CODEX_HOME") or Path.home() / ".codex")
+    place = Path(os.environ.get("CODEX_HOME") or home() / ".codex")
     window = "" if at.context is None else f"model_context_window = {at.context}\n"
     text = f"""model_provider = "forerun"
 model = {json.dumps(at.model)}
@@ -158,7 +159,7 @@ env_key = "FORERUN_KEY"
 wire_api = "responses"
 http_headers = {{ {json.dumps(FIT_HEADER)} = "true" }}"""
     command = ("codex", "--profile", "forerun")
-    return Setup({"FORERUN_KEY": at.key}, command, home / "forerun.config.toml", text)
+    return Setup({"FORERUN_KEY": at.key}, command, place / "forerun.config.toml", text)
 
 
 def _open_webui(at: Server) -> Setup:

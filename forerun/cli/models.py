@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.build.memory import human
-from forerun.cache_dir import cache_dir, seen
+from forerun.cache_dir import cache_dir, home, seen
 from forerun.cli.console import bars, emit, emit_json, say
 from forerun.errors import ConfigError, ModelError
 from forerun.hub import huggingface
@@ -176,5 +176,5 @@ def _show_list(rows: list[dict[str, Any]]) -> None:
 
 def _short(path: str | None) -> str:
     """Return a path with ~ for the home folder; "" for None."""
-    home = f"{Path.home()}/"
-    return f"~/{path.removeprefix(home)}" if path and path.startswith(home) else path or ""
+    begin = f"{home()}/"
+    return f"~/{path.removeprefix(begin)}" if path and path.startswith(begin) else path or ""

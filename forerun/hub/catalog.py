@@ -165,7 +165,7 @@ def _local(reference: str) -> Path:
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(
             f"{reference[:200]!r} cannot be a path on this machine: "
-            f"{getattr(error, 'strerror', None) or type(error).__name__}"
+            f"{getattr(error, 'strerror', None) or str(error)}"
         ) from error
     return path
 

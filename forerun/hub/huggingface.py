@@ -157,7 +157,7 @@ def cached() -> list[CachedModel]:
     """
     try:
         repositories = huggingface_hub.scan_cache_dir().repos
-    except (huggingface_hub.CacheNotFound, OSError):
+    except (huggingface_hub.CacheNotFound, OSError, RuntimeError):  # Of no home.
         return []
     models = [repo for repo in repositories if repo.repo_type == "model"]
     return sorted(CachedModel(r.repo_id, r.size_on_disk, r.repo_path) for r in models)
@@ -169,7 +169,7 @@ def remove(repository: str) -> int:
     """
     try:
         cache = huggingface_hub.scan_cache_dir()
-    except (huggingface_hub.CacheNotFound, OSError):
+    except (huggingface_hub.CacheNotFound, OSError, RuntimeError):  # Of no home.
         return 0
     named = [r for r in cache.repos if r.repo_type == "model" and r.repo_id == repository]
     commits = [revision.commit_hash for repo in named for revision in repo.revisions]

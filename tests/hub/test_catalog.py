@@ -18,9 +18,10 @@ import huggingface_hub
 import pytest
 
 from forerun import cache_dir
+from forerun.cli.main import main
 from forerun.errors import DownloadError, ModelError
 from forerun.hub import catalog, huggingface, wheel
-from forerun.hub.catalog import check_reference, is_reference, open_model
+from forerun.hub.catalog import check_reference, is_here, is_reference, open_model
 from forerun.hub.known_drafts import known_draft
 from forerun.hub.reference import HubReference, hub_reference
 from forerun.hub.well_known import WELL_KNOWN, well_known
@@ -283,6 +284,28 @@ def test_cache_directory_by_platform(platform, variables, expected, monkeypatch)
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(cache_dir.sys, "platform", platform)
     assert cache_dir.cache_dir() == Path(expected)
+
+
+def test_a_user_without_a_home(monkeypatch, capsys):
+    """As containers run under any number: what needs no cache works, and the rest says where."""
+
+    def unknown(number):
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setattr(cache_dir.sys, "platform", "linux")
+    place = Path("/nonexistent/.cache/forerun")
+    assert cache_dir.cache_dir() == place and not is_here("smollm2-135m")
+    scan = lambda: Path("~/.cache").expanduser()  # noqa: E731
+    monkeypatch.setattr(huggingface_hub, "scan_cache_dir", scan)
+    assert main(["models", "list", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["path"] is None
+    with pytest.raises(ModelError, match=r"'~/x' cannot be a path .* home directory"):
+        open_model("~/x")
+    told = str(cache_dir.unwritable(place, OSError(13, "Permission denied")))
+    assert str(place) in told and cache_dir._CHOICE in told
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
