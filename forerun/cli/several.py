@@ -31,9 +31,9 @@ projectors of images.
 
 
 def in_folder(folder: Path) -> list[str]:
-    """Return the references of all models in a folder: GGUF files, of those in parts the first,
-    and subfolders with a config.json; links to nothing are none. Raises ConfigError if there is
-    none.
+    """Return the references of all models in a folder: GGUF files (of a model in several parts the
+    first), and subfolders with a config.json. Broken links are skipped. Raises ConfigError if there
+    is none.
     """
     try:
         inside = sorted(folder.iterdir())

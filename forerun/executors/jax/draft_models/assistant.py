@@ -133,7 +133,7 @@ def load_assistant(network: AssistantNetwork, dtype: Any) -> Params:
 
 
 class JaxAssistantModel(JaxLevelModel):
-    """Raises MemoryPlanError if it does not fit."""
+    """The DraftModel of Gemma 4's assistant on XLA. Raises MemoryPlanError if it does not fit."""
 
     def __init__(self, executor: JaxExecutor, draft: Assistant) -> None:
         arch, target = draft.architecture, executor.decoder

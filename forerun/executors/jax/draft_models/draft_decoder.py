@@ -106,7 +106,9 @@ def load_decoder(network: DraftDecoder, dtype: Any, stacked: bool) -> Params:
 
 
 class JaxDecoderModel(JaxLevelModel):
-    """Raises ModelError for a model that cannot draft here, MemoryPlanError if it does not fit."""
+    """The DraftModel of a whole model on XLA. Raises ModelError for a model that cannot draft here,
+    MemoryPlanError if it does not fit.
+    """
 
     def __init__(self, executor: JaxExecutor, draft: WholeDraft) -> None:
         arch = draft.checkpoint.architecture

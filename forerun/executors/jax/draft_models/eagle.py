@@ -223,8 +223,8 @@ def _own_embedding(draft: DraftFile) -> Any:
 
 
 class JaxEagleModel(JaxLevelModel):
-    """Raises ModelError for a head without an embedding of its width, MemoryPlanError if it does
-    not fit.
+    """The DraftModel of an EAGLE head on XLA. Raises ModelError for a head without an embedding of
+    its width, MemoryPlanError if it does not fit.
     """
 
     def __init__(self, executor: JaxExecutor, checkpoint: Checkpoint, draft: DraftFile) -> None:

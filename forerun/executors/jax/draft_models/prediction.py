@@ -136,8 +136,8 @@ def load_prediction(head: PredictionHead, dtype: Any) -> Params:
 
 
 class JaxPredictionModel(JaxLevelModel):
-    """Raises ModelError if there are layers for several depths; MemoryPlanError where they do
-    not fit.
+    """The DraftModel of the target's MTP layer on XLA. Raises ModelError if there are layers for
+    several depths, MemoryPlanError if it does not fit.
     """
 
     def __init__(self, executor: JaxExecutor, draft: PredictionLayers) -> None:
