@@ -78,6 +78,7 @@ class PageStore:
         self._tokens, self._record = tokens, tokens + content
         self._sums = RowSums(folder.secret)
         self._places: dict[bytes, RecordPlace] = {}
+        self._damaged = set[Path]()
         self._file: IO[bytes] | None = None
         self._used = self.corrupt = 0
         slot = ENTRY.size + self._record
@@ -222,6 +223,9 @@ class PageStore:
             for number, (digest, checksum, own) in enumerate(ENTRY.iter_unpack(table)):
                 end = offset + self._record
                 if own != self.folder.hash(digest + checksum) or end > size:
+                    if any(own) and path not in self._damaged:  # A killed writer leaves zeros.
+                        self._damaged.add(path)
+                        log.warning("kv-store: %s is damaged after %d records", path, number)
                     return capacity, number
                 self._places[digest] = RecordPlace(path, offset, checksum)
                 offset = end

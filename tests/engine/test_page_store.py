@@ -101,6 +101,28 @@ def test_a_killed_writer_leaves_what_was_whole(tmp_path):
     assert all(found(tmp_path / "b", pages)) and len(segments(tmp_path / "b")) == 1
 
 
+@pytest.mark.parametrize("cut", [1, SIZE, 3 * SIZE])
+def test_a_segment_that_was_cut_is_logged_once(tmp_path, caplog, cut):
+    _store, pages = filled(tmp_path / "a")
+    _store.close()
+    (segment,) = segments(tmp_path / "a")
+    os.truncate(segment, segment.stat().st_size - cut)
+    with caplog.at_level("WARNING"):
+        later = opened(tmp_path / "a")
+        assert len(later) == 5 - -(-cut // SIZE)
+        later.write(*pages[4])
+        later.close()
+    assert [each for each in caplog.messages if "is damaged after" in each] == [
+        f"kv-store: {segment} is damaged after {5 - -(-cut // SIZE)} records"
+    ]
+    caplog.clear()
+    shutil.rmtree(tmp_path / "a")
+    whole, _ = filled(tmp_path / "a")
+    whole.close()
+    opened(tmp_path / "a")
+    assert not caplog.messages
+
+
 def _flip(path, offset):
     with path.open("r+b") as file:
         file.seek(offset)
