@@ -1,6 +1,6 @@
 """Several models on a command line, in a folder or in a file: their names, sizes and loaders."""
 
-import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from forerun.cli.layers import entries
 from forerun.cli.yaml_file import mapping
 from forerun.errors import ConfigError
 from forerun.hub import catalog, huggingface
+from forerun.hub.reference import is_model_file
 from forerun.options.config import EngineConfig
 from forerun.options.flags import Option, gather
 from forerun.serve.answers.service import Start
@@ -24,16 +25,9 @@ OWN = (
 """Options that belong to a single model."""
 
 
-_BESIDE = re.compile(r"\..*|.*mmproj.*")
-"""Names of GGUF files that are no models: what macOS hides beside files that it copied, and
-projectors of images.
-"""
-
-
 def in_folder(folder: Path) -> list[str]:
-    """Return the references of all models in a folder: GGUF files (of a model in several parts the
-    first), and subfolders with a config.json. Broken links are skipped. Raises ConfigError if there
-    is none.
+    """Return the references of all models in a folder: GGUF files (see is_model_file) and
+    subfolders with a config.json. Broken links are skipped. Raises ConfigError if there is none.
     """
     try:
         inside = sorted(folder.iterdir())
@@ -42,16 +36,12 @@ def in_folder(folder: Path) -> list[str]:
     references = [
         str(path)
         for path in inside
-        if (_is_gguf(path) if path.suffix == ".gguf" else seen(path / "config.json") is not None)
+        if (is_model_file(path.name) and seen(path) is not None)
+        or seen(path / "config.json") is not None
     ]
     if not references:
         raise ConfigError(f"--models-dir {folder} holds no .gguf file and no model folder.")
     return references
-
-
-def _is_gguf(path: Path) -> bool:
-    first = parts_of(path)[0] == path
-    return first and not _BESIDE.fullmatch(path.name) and seen(path) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +58,9 @@ class Named:
 
 
 def on_the_line(references: Sequence[str], config: EngineConfig) -> list[Named]:
-    """Return the models named on the command line, which share all options. Raises ConfigError for
-    an option that belongs to a single model.
+    """Return the models named on the command line, which share all options. A file keeps its
+    `.gguf` where a folder has the name without it. Raises ConfigError for an option that belongs to
+    a single model.
     """
     plain = EngineConfig()
     for name in OWN if references else ():
@@ -78,7 +69,10 @@ def on_the_line(references: Sequence[str], config: EngineConfig) -> list[Named]:
             raise ConfigError(
                 f"{flag} applies to one model; serve that alone, or use --models-file."
             )
-    return [Named(_name(one), replace(config, model=one)) for one in dict.fromkeys(references)]
+    each = [*dict.fromkeys(references)]
+    short = Counter(map(_name, each))
+    names = [_name(one) if short[_name(one)] == 1 else Path(one).name for one in each]
+    return [Named(name, replace(config, model=one)) for name, one in zip(names, each, strict=True)]
 
 
 def in_file(path: Path, options: Mapping[str, Option], config: EngineConfig) -> list[Named]:

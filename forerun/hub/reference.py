@@ -64,19 +64,22 @@ def _without_host(text: str) -> str:
     return rest.rstrip("/") if host.lower() in (own, f"www.{own}", short) else text
 
 
+def is_model_file(name: str) -> bool:
+    """Return whether a GGUF file of this name (`/` between folders) is a model: not hidden, of
+    several parts the first, and none of _BESIDE.
+    """
+    last = name.rsplit("/", 1)[-1]
+    beside = last.startswith(".") or any(word in last.lower() for word in _BESIDE)
+    return name.endswith(".gguf") and part_names(name)[0] == name and not beside
+
+
 def choose_gguf(names: list[str], reference: HubReference) -> str:
     """Return the GGUF file that `reference` means among a repository's file `names`: the file or
     quantisation that it names, else the first quantisation of PREFERRED. Of a model in several
     parts, the first part. Vision towers and separate MTP layers are skipped. Raises NoGgufError if
     there is no GGUF file, ModelError, which lists the files, if the named one is absent.
     """
-    whole = sorted(
-        name
-        for name in names
-        if name.endswith(".gguf")
-        and part_names(name)[0] == name
-        and not any(word in name.rsplit("/", 1)[-1].lower() for word in _BESIDE)
-    )
+    whole = sorted(filter(is_model_file, names))
     if not whole:
         raise NoGgufError(f"{reference.repository} has no GGUF file")
     if reference.file is None:

@@ -445,7 +445,8 @@ def test_what_lies_beside_models_is_none_and_keeps_none_from_being_served(tmp_pa
     """Links to nothing, what macOS hides, projectors, and parts behind the first."""
     for name, size in (("x.gguf", 4), ("z-00001-of-00002.gguf", 5), ("z-00002-of-00002.gguf", 6)):
         (tmp_path / name).write_bytes(bytes(size))
-    for name in ("._x.gguf", "mmproj-F16.gguf", "x.mmproj-q8_0.gguf", "x.gguf.part"):
+    others = ("._x.gguf", "mmproj-F16.gguf", "x.mmproj-q8_0.gguf", "mtp-x.gguf", "x.gguf.part")
+    for name in others:
         (tmp_path / name).touch()
     (tmp_path / "y").mkdir()
     (tmp_path / "y" / "config.json").write_text("{}")
@@ -455,6 +456,9 @@ def test_what_lies_beside_models_is_none_and_keeps_none_from_being_served(tmp_pa
     assert [(one.name, one.size) for one in found] == [
         ("x", 4), ("y", 0), ("z-00001-of-00002", 11),
     ]  # fmt: skip
+    (tmp_path / "y.gguf").write_bytes(b"12")
+    found = named(in_folder(tmp_path), EngineConfig())
+    assert [(one.name, one.size) for one in found][1:3] == [("y", 0), ("y.gguf", 2)]
 
 
 OPTIONS = build_parser().parse_args(["serve"]).options
