@@ -11,7 +11,7 @@ import pytest
 
 from forerun.cli.commands import COMMANDS
 from forerun.cli.main import main
-from forerun.cli.run import ROUNDS, sentence
+from forerun.cli.run import ROUNDS
 from forerun.hub import huggingface
 from forerun.hub.catalog import BUILT_IN
 
@@ -26,17 +26,6 @@ def test_every_command_exists_and_explains_itself(command, capsys):
     assert caught.value.code == 0
     assert "--json" in capsys.readouterr().out
     assert callable(importlib.import_module(f"forerun.cli.{command}").main)
-
-
-def test_train_does_not_offer_the_toy(capsys):
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    output_tokens = capsys.readouterr().out
-    assert (
-        "toy" not in output_tokens
-        and "--model" in output_tokens
-        and "--executor {auto,cpu,torch}" in output_tokens
-    )
 
 
 WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\nfrom forerun.cli.main import main\n"
@@ -72,17 +61,6 @@ def test_counting_ngrams_needs_no_torch(tmp_path):
     assert "n-gram table is in out/draft" in done.stderr.replace("\n", " ")
 
 
-def test_serve_shows_examples_and_what_matters_first(capsys):
-    with pytest.raises(SystemExit):
-        main(["serve", "--help"])
-    text = capsys.readouterr().out
-    assert text.startswith("usage: forerun serve [MODEL ...] [options]\n")
-    assert "examples:\n    forerun serve\n" in text
-    first = text[text.index("what matters first:") : text.index("\noptions:")]
-    flags = [line.split()[0] for line in first.splitlines() if line.startswith("  --")]
-    assert len(flags) == 10 and {"--port", "--context", "--speculative-algorithm"} <= set(flags)
-
-
 def test_run_prints_the_answer_alone_on_stdout(capsys):
     assert main(["run", "Hello", *TOY, "--max-tokens", "30"]) == 0
     out, err = capsys.readouterr()
@@ -110,25 +88,6 @@ def test_a_comparison_does_not_draft_from_its_own_answers(capsys):
     assert info["config"]["speculative_ngram_capacity"] == 0
     assert main(["run", "Hello", *TOY, "--max-tokens", "20", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["info"]["config"]["speculative_ngram_capacity"] > 0
-
-
-def test_the_last_line_tells_pairs_apart_from_medians():
-    report = {
-        "tokens": 60,
-        "tokens_per_second": 90.0,
-        "first_token_seconds": 0.1,
-        "tokens_per_step": 1.5,
-        "rounds": [(100.0, 150.0), (300.0, 310.0), (290.0, 435.0)],
-        "plain_tokens_per_second": 290.0,
-        "again_tokens_per_second": 310.0,
-        "speedup": 1.5,
-        "same_text": True,
-    }
-    assert sentence(report) == (
-        "[60 tokens, 90.0 tokens/s, first after 100 ms, 1.50 tokens per step; 3 times again, in "
-        "turns: 290.0 tokens/s without speculation, 310.0 with it (medians); pair by pair 1.50 "
-        "times as fast (1.03 to 1.50); same text]"
-    )
 
 
 def test_run_claims_no_speed_that_it_did_not_measure(capsys):

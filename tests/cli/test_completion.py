@@ -43,10 +43,6 @@ def test_bash_completes(words, wanted, capsys, tmp_path):
     assert sorted(found.stdout.split()) == sorted(wanted.split())
 
 
-def test_parsing_says_what_it_always_said():
-    build_parser().parse_args(["run", "--policy", "whatever"])
-
-
 def test_the_parser_of_one_command_is_that_of_the_whole_command_line():
     whole = build_parser()._subparsers._group_actions[0].choices
     for name, command in whole.items():

@@ -118,12 +118,3 @@ def test_flags_of_other_kinds():
         AskConfig(stop=("x", "\n"), ignore_eos=True, temperature=0.25),
     ):
         assert round_trip(config) == config
-
-
-def test_help_names_every_default():
-    parser = argparse.ArgumentParser()
-    flags_of(EngineConfig, parser, "engine", max_sequences=3)
-    text = " ".join(parser.format_help().split())
-    assert "(default: 3)" in text
-    assert "(default: smollm2-135m)" in text
-    assert configured(EngineConfig, parser.parse_args([])).max_sequences == 3

@@ -103,17 +103,8 @@ def test_the_profilers_table_names_what_ran():
 @pytest.mark.parametrize("what", ["wrong", "prompts"])
 def test_engines_of_random_weights_run(what, monkeypatch, tmp_path):
     """With a random head, whose draft tokens a policy leaves out."""
-    command = [
-        "large_engine.py",
-        what,
-        "--device",
-        "cpu",
-        "--shape",
-        "tiny",
-        "--out",
-        str(tmp_path),
-    ]
-    monkeypatch.setattr(sys, "argv", command)
+    command = ["large_engine.py", what, "--device", "cpu", "--shape", "tiny"]
+    monkeypatch.setattr(sys, "argv", [*command, "--out", str(tmp_path)])
     before = built.open_model
     assert large_engine.main() == 0
     assert built.open_model is before

@@ -287,9 +287,3 @@ def test_a_draft_in_a_file_or_built_in_is_counted_as_it_runs(capsys, monkeypatch
     monkeypatch.setattr(small_draft, "RATIO", 0.5)
     assert planned(capsys, target)["draft_bytes"] == found["draft_bytes"]
     assert planned(capsys, target, *DRAFT, "none")["draft_bytes"] == 0
-
-
-def test_people_get_a_table(capsys):
-    assert main(["plan", "llama-3.1-8b", *CARD]) == 0
-    told = capsys.readouterr().out
-    assert human(2 * SHAPES["llama-3.1-8b"].parameters) in told and "131.1 MB for 1,000" in told

@@ -98,11 +98,6 @@ def test_where_it_cannot_listen_is_a_sentence(capsys):
     assert "Traceback" not in said
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_server(capsys):
-    assert main(["serve", "--model", "/nowhere/x.gguf", "--port", "0"]) == 3
-    assert "/nowhere/x.gguf" in capsys.readouterr().err
-
-
 def test_a_server_that_does_not_start_shows_its_log():
     broken = EngineConfig(model="toy", kv_tokens=10**12)
     with pytest.raises(EngineError, match="kv-tokens"), launched(broken):

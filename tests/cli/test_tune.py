@@ -152,8 +152,3 @@ def test_profiles_are_forgotten(capsys):
     assert main(["tune", "--model", "toy", "--forget"]) == 0
     assert "1 profiles deleted" in capsys.readouterr().err
     assert tuned.find(config, config) is None and other.exists()
-
-
-def test_there_is_nothing_to_tune_without_a_drafter(capsys):
-    assert main(["tune", "--model", "toy", "--speculative-algorithm", "off"]) == 2
-    assert "nothing to tune" in capsys.readouterr().err

@@ -119,11 +119,6 @@ def test_a_models_name_is_text_in_a_configuration(monkeypatch, tmp_path):
     assert tomllib.loads(setup.text)["model"] == name
 
 
-def test_launch_alone_names_the_agents(capsys):
-    assert main(["launch"]) == 2
-    assert "{claude,codex,cline," in capsys.readouterr().err
-
-
 def test_what_starts_an_agent_is_one_line_in_a_narrow_terminal(server):
     """Broken into several, a shell would take each for a command."""
     lines = in_terminal("launch", "claude", "--config-only", "--url", server.url, "--", "-p", "a b")
@@ -132,20 +127,10 @@ def test_what_starts_an_agent_is_one_line_in_a_narrow_terminal(server):
 
 
 def test_bench_takes_an_address_as_other_commands_do(server, capsys, tmp_path):
-    asked = (
-        "bench",
-        "--concurrency",
-        "1",
-        "--requests",
-        "1",
-        "--repeats",
-        "1",
-        "--max-tokens",
-        "4",
-    )
-    code, out, told = run(capsys, *asked, "--url", server.root)
+    asked = ["--concurrency", "1", "--requests", "1", "--repeats", "1", "--max-tokens", "4"]
+    code, out, told = run(capsys, "bench", *asked, "--url", server.root)
     assert code == 0 and f"toy at {server.url}" in out, told
-    code, _, told = run(capsys, *asked, "--url", f"{server.root}/v9")
+    code, _, told = run(capsys, "bench", *asked, "--url", f"{server.root}/v9")
     assert code == 2 and "404" in told and "developer." not in told
 
 
