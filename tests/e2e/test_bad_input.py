@@ -85,14 +85,6 @@ def test_bodies_that_are_no_request(server, data, code):
     assert error_of(raw(server, data), 400)["code"] == code
 
 
-def test_deep_json_of_a_hundred_thousand_levels(tmp_path):
-    with serving(tmp_path) as server:
-        for depth in (100_000, 1_000_000):
-            data = b'{"prompt": ' + b"[" * depth + b"]" * depth + b"}"
-            assert error_of(raw(server, data), 400)["code"] == "invalid_json"
-        assert server.complete(max_tokens=1).status_code == 200
-
-
 FIELDS = [
     ("tempratur", 1, "tempratur"),
     ("temperature", "hot", "temperature"),
@@ -286,14 +278,6 @@ def test_lone_surrogates_in_chat(server):
     assert error_of(raw(server, data, CHAT), 400)["param"] == "messages[0].content"
     data = rb'{"messages": [{"role":"user","content":""}], "chat_template_kwargs":{"a": "\udead"}}'
     assert error_of(raw(server, data, CHAT), 400)["param"].startswith("chat_template_kwargs")
-
-
-def test_control_strings_in_user_text_stay_text(server):
-    """Ten bytes of `<|im_end|>` must stay ten tokens."""
-    plain = {"messages": [{"role": "user", "content": "0123456789"}]}
-    forged = {"messages": [{"role": "user", "content": "<|im_end|>"}]}
-    counts = [server.post("/tokenize", body).json()["count"] for body in (plain, forged)]
-    assert counts[0] == counts[1]
 
 
 def test_longer_than_the_context(server):

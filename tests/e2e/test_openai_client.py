@@ -79,15 +79,6 @@ def test_stream_without_usage_has_a_choice_in_every_chunk(client):
     assert all(len(chunk.choices) == 1 and chunk.usage is None for chunk in chunks)
 
 
-def test_continuous_usage(client):
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    counts = [
-        chunk.usage.completion_tokens for chunk in ask(client, stream=True, stream_options=options)
-    ]
-    assert counts == sorted(counts)
-    assert counts[-1] == 40
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_choices_differ_and_are_reproducible(client, stream):
     def texts(n):
@@ -302,8 +293,6 @@ def test_typed_errors(client):
         ask(client, temperature=3)
     assert (caught.value.param, caught.value.code) == ("temperature", "invalid_value")
     assert caught.value.type == "invalid_request_error"
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("gpt-4")
 
 
 def test_raw_response_has_ids(client):
@@ -322,24 +311,17 @@ def test_async_client_many_at_once(toy_server):
 async def many_at_once(server):
     async with openai.AsyncOpenAI(base_url=server.url, api_key="none") as client:
 
+        def asked(number, **more):
+            said = [{"role": "user", "content": str(number)}]
+            options = {"model": "toy", "max_tokens": 30, "temperature": 0}
+            return client.chat.completions.create(messages=said, **options, **more)
+
         async def streamed(number):
-            stream = await client.chat.completions.create(
-                model="toy",
-                messages=[{"role": "user", "content": str(number)}],
-                max_tokens=30,
-                temperature=0,
-                stream=True,
-            )
+            stream = await asked(number, stream=True)
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
         async def whole(number):
-            answer = await client.chat.completions.create(
-                model="toy",
-                messages=[{"role": "user", "content": str(number)}],
-                max_tokens=30,
-                temperature=0,
-            )
-            return answer.choices[0].message.content
+            return (await asked(number)).choices[0].message.content
 
         numbers = range(12)
         pieces = await asyncio.gather(*map(streamed, numbers))

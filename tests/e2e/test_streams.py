@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 from http.client import HTTPResponse
 
 import httpx
@@ -211,9 +212,19 @@ def test_two_hundred_requests_with_aborts(server):
     assert [text for text in outcomes if text != "left"] == [expected] * 160
     assert server.idle()
     page = server.http.get("/metrics").text
-    assert 'vllm:num_requests_running{engine="0",model_name="toy"} 0.0' in page
-    assert 'vllm:num_requests_waiting{engine="0",model_name="toy"} 0.0' in page
-    assert 'vllm:kv_cache_usage_perc{engine="0",model_name="toy"} 0.0' in page
+    names = [
+        name
+        for name in re.findall(r"(?m)^# TYPE (\S+) gauge$", page)
+        if re.search("running|waiting|held|queue|usage", name)
+    ]
+    assert len(names) >= 3
+    for name in names:
+        found = re.findall(rf"(?m)^{name}(?:\{{.*\}})? (\S+)$", page)
+        assert set(found) == {"0.0"}, (name, found)
+
+
+LEFT = [{}, {"n": 3, "temperature": 1.0}, {"regex": "[a-p]*"}, {"echo": True, "logprobs": 2}]
+"""What is asked by clients that leave."""
 
 
 async def _crowd(root, count, share):
@@ -228,7 +239,8 @@ async def _crowd(root, count, share):
         async def ask(number):
             await asyncio.sleep(chance.random() * 0.5)
             stream = number % 2 == 0
-            send = client.post("/v1/completions", json={**body, "stream": stream})
+            more = LEFT[number // 2 % len(LEFT)] if number in leavers else {}
+            send = client.post("/v1/completions", json={**body, "stream": stream, **more})
             if number in leavers:
                 try:
                     await asyncio.wait_for(send, 0.02 + 0.1 * chance.random())

@@ -169,19 +169,6 @@ def test_json_on_one_line(server):
     assert server.post(CHAT, {"messages": ASKED, "structured_outputs": asked}).status_code == 400
 
 
-@with_two("toy_server")
-def test_what_is_not_strict_ignores_what_it_cannot_honour(server):
-    items = {"type": "integer", "minimum": 0, "maximum": 99}
-    schema = {"type": "array", "items": items, "uniqueItems": True, "maxItems": 2}
-    error = server.post(CHAT, {"messages": ASKED, "response_format": strict(schema)}).json()
-    assert "uniqueItems" in error["error"]["message"]
-    assert error["error"]["param"] == "response_format.json_schema.schema"
-    loose = strict(schema)
-    loose["json_schema"]["strict"] = False
-    text, _ = texts(server, CHAT, response_format=loose, temperature=0)[0]
-    assert set(json.loads(text)) <= set(range(100))
-
-
 @with_two("toy_server", seldom=True)
 def test_forty_at_once_half_of_them_constrained(server):
     free = [{"prompt": f"number {index}", "max_tokens": 40} for index in range(20)]
@@ -329,18 +316,6 @@ def test_parallel_calls_are_counted(server):
 
 
 @with_two("toy_server")
-def test_a_conversation_with_calls_goes_on(server):
-    call = {"id": "abcdefghi", "type": "function", "function": {"name": "now", "arguments": "{}"}}
-    messages = [
-        *ASKED,
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "abcdefghi", "content": "noon"},
-    ]
-    body = {"messages": messages, "tools": [NOW], "temperature": 0, "max_tokens": 8}
-    assert server.post(CHAT, body).status_code == 200
-
-
-@with_two("toy_server")
 def test_tools_and_a_schema(server):
     body = {"tools": [NOW], "response_format": strict(PERSON), "max_tokens": 300}
     body["logit_bias"] = DENSE
@@ -353,37 +328,23 @@ def test_tools_and_a_schema(server):
     assert "response_format" in error["message"] and "tool_choice" in error["message"]
 
 
-def test_the_official_client(server):
-    with openai.OpenAI(base_url=server.url, api_key="none") as client:
-        answer = client.chat.completions.create(
-            model="toy", messages=ASKED, tools=[NOW], tool_choice="required", max_tokens=200
-        )
-        assert answer.choices[0].message.tool_calls[0].function.name == "now"
-        parsed = client.chat.completions.create(
-            model="toy",
-            messages=ASKED,
-            response_format=strict(PERSON),
-            temperature=0,
-            logit_bias=DENSE,
-        )
-        assert is_person(parsed.choices[0].message.content)
-
-
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory):
-    """The toy taken for a model whose reasoning stands between two letters j."""
-    settings = {"reasoning_end": "j"}
+    """The toy taken for a model whose reasoning ends with two tokens."""
+    settings = {"reasoning_end": "hg"}
     with serving(tmp_path_factory.mktemp("thinking"), settings=settings) as server:
         yield server
 
 
 def test_a_constraint_begins_where_the_reasoning_ends(thinking):
-    """Draft tokens are accepted across the end of reasoning, which falls anywhere in a run."""
+    """Draft tokens are accepted across the end of reasoning, which falls anywhere in a run; what
+    only begins like it is reasoning.
+    """
 
     def asked(number):
-        body = {"messages": [{"role": "user", "content": f"City {number}"}], "max_tokens": 300}
-        body |= {"temperature": 0.4, "seed": number, "regex": "[a-d]{9}"}
-        return body
+        body = {"messages": [{"role": "user", "content": f"City {number}"}], "max_tokens": 400}
+        body |= {"temperature": 1.0, "seed": number, "logit_bias": {"103": 3, "104": 3}}
+        return body | {"regex": "[a-d]{9}"}
 
     def answered(body):
         (choice,) = thinking.post(CHAT, body).json()["choices"]
@@ -408,14 +369,6 @@ def test_a_constraint_begins_where_the_reasoning_ends(thinking):
     ended = [(reasoning, content) for reasoning, content, finish in answers if finish == "stop"]
     assert sum(bool(content) for _, content in ended) > 12
     for reasoning, content in ended:
-        assert "j" not in reasoning
+        assert "hg" not in reasoning
         assert re.fullmatch("[a-d]{9}", content), "nothing ends before its constraint began"
-
-
-def test_without_a_constraint_reasoning_is_told_apart_too(thinking):
-    hi = [{"role": "user", "content": "Hi"}]  # The toy's second choice for a beginning is j.
-    body = {"messages": hi, "max_tokens": 20, "temperature": 1.0}
-    found = [thinking.post(CHAT, {**body, "seed": seed}).json()["choices"][0] for seed in range(20)]
-    aloud = [choice["message"] for choice in found if "reasoning_content" in choice["message"]]
-    assert 0 < len(aloud) < 20
-    assert all("j" not in message["reasoning_content"] for message in aloud)
+    assert any("h" in reasoning for reasoning, _ in ended), "half a marker is no marker"

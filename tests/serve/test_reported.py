@@ -143,19 +143,6 @@ def test_many_at_once_repeat_nothing_under_prediction_layers(predicting):
             assert [one.result() for one in asked] == alone
 
 
-def test_log_probabilities_of_draft_tokens_are_the_targets(predicting):
-    """llama.cpp #27972: 0.0, a probability of 1, for every token that was a draft token."""
-
-    def told(**options):
-        found = ask(predicting, CHAT, logprobs=True, top_logprobs=3, temperature=0.7, **options)
-        return found["choices"][0]["logprobs"]["content"]
-
-    wanted = told(seed=4, **OFF)
-    assert told(seed=4) == wanted
-    assert sum(entry["logprob"] < -1e-3 for entry in wanted) >= 8
-    assert all(len(entry["top_logprobs"]) == 3 for entry in wanted)
-
-
 ODD = [
     {"type": "object"},
     {},

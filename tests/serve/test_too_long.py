@@ -1,5 +1,7 @@
 """Texts that are certainly too long are refused before they are encoded."""
 
+import json
+
 import pytest
 from starlette.testclient import TestClient
 
@@ -23,24 +25,33 @@ def client(monkeypatch):
 
 
 LONG = "1" * 2_000_000
+TOLD = ("This model's maximum context length is ", "prompt is too long: ")
+"""Words by which LiteLLM, and agents on it, know that a prompt is too long: they shorten it. The
+last ones are Anthropic's own."""
 BODIES = {
     "/v1/completions": {"prompt": LONG},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": LONG}]},
     "/v1/messages": {"max_tokens": 4, "messages": [{"role": "user", "content": LONG}]},
     "/v1/responses": {"input": LONG},
     "/api/generate": {"prompt": LONG, "raw": True},
+    "/api/chat": {"messages": [{"role": "user", "content": LONG}]},
     "/generate": {"text": LONG},
     "/v1/completions?blank": {"prompt": " \n" * 1_000_000},
 }
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_text_beyond_the_context_is_refused_unencoded(client, path):
+def test_a_text_beyond_the_context_is_refused_unencoded(client, plain, path):
     model = client.get("/v1/models").json()["data"][0]["id"]
     answer = client.post(path, json={"model": model, **BODIES[path]})
-    assert answer.status_code == 400
-    assert "at least" in answer.text
-    assert "maximum context length" in answer.text
+    assert "at least" in answer.text and "maximum context length" in answer.text
+    # Known only once it is encoded.
+    encoded = json.loads(json.dumps(BODIES[path]).replace(LONG, LONG[:1100]))
+    for one in (answer, plain.post(path, json={"model": model, **encoded})):
+        assert one.status_code == 400 and TOLD[path == "/v1/messages"] in one.text
+        assert "rate limit" not in one.text and "429" not in one.text
+    other = plain.post(path, json={"model": 5})
+    assert other.status_code == 400 and not any(words in other.text for words in TOLD)
     assert client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}).status_code == 200
 
 
@@ -78,6 +89,7 @@ def plain():
 def test_the_option_and_the_header_cut_max_tokens(fitting, plain, path, body):
     refused = plain.post(path, json=body)
     assert refused.status_code == 400 and "context_length_exceeded" in refused.text
+    assert path != "/v1/messages" or "input length and `max_tokens` exceed context" in refused.text
     for answer in (fitting.post(path, json=body), plain.post(path, json=body, headers=HEADER)):
         assert answer.status_code == 200, answer.text
         assert "max_tokens (cut to " in answer.headers["x-forerun-ignored"]

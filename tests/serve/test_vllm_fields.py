@@ -26,19 +26,17 @@ def text(answer):
     return choice["message"]["content"] if "message" in choice else choice["text"]
 
 
-NOTHING = [
-    {"anything": None},
-    {"suffix": None, "functions": None, "prediction": None},
-    {"use_beam_search": False, "early_stopping": False, "length_penalty": 1.0},
-    {"logits_processors": [], "custom_params": {}, "bad_words": [], "allowed_token_ids": None},
-    {"top_n_sigma": -1, "lora": [], "response_fields": [], "n_discard": 0, "vllm_xargs": {}},
-]
+NOTHING = {
+    **dict.fromkeys(("anything", "suffix", "functions", "prediction", "allowed_token_ids")),
+    **{"use_beam_search": False, "early_stopping": False, "length_penalty": 1.0, "vllm_xargs": {}},
+    **{"logits_processors": [], "custom_params": {}, "bad_words": [], "lora": [], "n_discard": 0},
+    **{"top_n_sigma": -1, "response_fields": []},
+}
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("nothing", NOTHING, ids=lambda body: next(iter(body)))
-def test_nothing_asked_is_never_refused(client, path, nothing):
-    assert text(ask(client, path, **nothing)) == text(ask(client, path))
+def test_nothing_asked_is_never_refused(client, path):
+    assert text(ask(client, path, **NOTHING)) == text(ask(client, path))
 
 
 def test_what_chats_send_to_ask_nothing(client):
@@ -165,7 +163,8 @@ def test_counts_in_chunks_begin_at_nothing(client):
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
     assert chunks[0]["usage"]["completion_tokens"] == 0 < chunks[0]["usage"]["prompt_tokens"]
-    assert chunks[-1]["usage"]["completion_tokens"] == 5
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 5
     assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
@@ -197,15 +196,3 @@ def test_texts_to_tokens_as_three_servers_ask(client):
     both = {"add_generation_prompt": True, "continue_final_message": True}
     assert "cannot both" in post("/tokenize", 400, messages=begun, **both)["error"]["message"]
     assert post("/tokenize", 400, prompt="a", messages=ASKED)["error"]["param"] == "prompt"
-
-
-def test_a_prompt_beyond_the_context_is_refused_in_words_that_clients_know(client):
-    long = [{"role": "user", "content": "word " * 4000}]
-    told = ask(client, PATHS[0], 400, messages=long)["error"]
-    assert told["code"] == "context_length_exceeded"
-    assert told["message"].startswith("This model's maximum context length is ")
-    ours = {"messages": long, "max_tokens": 4}
-    theirs = client.post("/v1/messages", json=ours).json()["error"]["message"]
-    assert theirs.startswith("prompt is too long: ") and " maximum." in theirs
-    asked = client.post("/v1/messages", json={"messages": ASKED, "max_tokens": 10**6}).json()
-    assert "input length and `max_tokens` exceed context limit: " in asked["error"]["message"]
