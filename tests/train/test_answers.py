@@ -134,11 +134,12 @@ def test_a_base_model_goes_on_with_plain_text(tmp_path):
     assert text_of(chats[-1]) == "there was a small town. there was a small town."
 
 
-def test_an_answer_is_kept_up_to_its_loop():
-    looping = ANSWER + "and so on " * 40
+@pytest.mark.parametrize(("said", "kept", "follow_up"), [(40, 2, 1), (4, 2, 1), (3, 3, 0)])
+def test_an_answer_is_kept_up_to_its_loop(said, kept, follow_up):
+    looping = ANSWER + "and so on " * said
     author = Scripted(lambda prompt: looping if prompt.endswith("assistant\n") else says(prompt))
-    writer, chats = write(author, follow_up=1)
-    assert {wanted_of(chat) for chat in chats} == {ANSWER + "and so on " * 2}
+    writer, chats = write(author, follow_up=follow_up)
+    assert {wanted_of(chat) for chat in chats} == {ANSWER + "and so on " * kept}
     assert all(text_of(chat).count("Why is the sky blue?") == 1 for chat in chats)
     assert writer.problems.loops == 0
 
@@ -241,12 +242,6 @@ def test_an_interrupted_run_writes_what_one_run_does(tmp_path, monkeypatch, outp
         assert np.array_equal(getattr(one, name), getattr(other, name))
 
 
-def test_a_damaged_part_is_named(tmp_path):
-    (tmp_path / "part-00000.npz").write_bytes(b"PK\x03\x04 cut short")
-    with pytest.raises(ModelError, match=r"part-00000.npz cannot be read .*; remove it"):
-        AnswerStore(tmp_path)
-
-
 def test_the_shelf_keeps_chats_over_an_interruption(tmp_path):
     random = np.random.default_rng(0)
 
@@ -272,6 +267,7 @@ def test_the_shelf_keeps_chats_over_an_interruption(tmp_path):
     store.save()  # A part without a chat.
     again = AnswerStore(tmp_path / "answers")
     assert len(again.chats) == PART + 3 and 9999 in again.settled
-    (tmp_path / "answers" / "part-00000.npz").write_bytes(b"torn")
-    with pytest.raises(ModelError, match="remove it"):
-        AnswerStore(tmp_path / "answers")
+    for torn in (b"torn", b"PK\x03\x04 cut short"):
+        (tmp_path / "answers" / "part-00000.npz").write_bytes(torn)
+        with pytest.raises(ModelError, match=r"part-00000.npz cannot be read .*; remove it"):
+            AnswerStore(tmp_path / "answers")

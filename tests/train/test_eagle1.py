@@ -149,19 +149,12 @@ def test_what_was_learnt_is_accepted(untrained, tmp_path):
     checkpoint = FolderCheckpoint(untrained.model)
     draft = open_draft(tmp_path / "draft", checkpoint.architecture)
     assert draft.head.algorithm == "eagle1" and draft.head.vocab == tiny.VOCAB
-    with closing(
-        open_target(
-            EngineConfig(
-                model=str(untrained.model),
-                policy="fixed",
-                max_sequences=4,
-                kv_tokens=2048,
-                speculative_draft_model_path=str(tmp_path / "draft"),
-                speculative_algorithm="EAGLE",
-                draft_on_error="stop",
-            )
-        )
-    ) as target:
+    config = EngineConfig(
+        model=str(untrained.model), policy="fixed", max_sequences=4, kv_tokens=2048,
+        speculative_draft_model_path=str(tmp_path / "draft"), speculative_algorithm="EAGLE",
+        draft_on_error="stop",
+    )  # fmt: skip
+    with closing(open_target(config)) as target:
         chain, tree = served(target, untrained)
         agreed = [agreement(drafting(found)) for found in (chain, tree)]
         prompts = [target.chat.encode(list(each.messages)) for each in untrained.questions]

@@ -16,7 +16,7 @@ from forerun.drafts.eagle_config import DraftHead
 from forerun.errors import ConfigError, ModelError
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.networks.rope import Rope
-from forerun.train.answers import Chat, before_loop, repeats
+from forerun.train.answers import Chat
 from forerun.train.batches import stored_reader
 from forerun.train.corpus import batches, choose_vocabulary, open_corpus, write_chats, write_whole
 from forerun.train.ema import WeightEma
@@ -339,14 +339,6 @@ def test_an_unfinished_corpus_is_refused(tmp_path):
         open_corpus(tmp_path)
 
 
-def test_an_answer_is_cut_where_it_loops():
-    before, loop = np.arange(100, 140, dtype=np.int32), np.arange(9, dtype=np.int32)
-    cut = before_loop(np.concatenate([before, *[loop] * 6]))
-    assert cut.tolist() == [*before, *loop, *loop], "what comes twice is no loop yet"
-    assert len(before_loop(np.tile(loop[:2], 100))) == 0, "nothing but a loop"
-    assert before_loop(before) is before
-
-
 def test_features_beyond_float16_are_kept(tmp_path):
     """Some of Gemma's reach 103,789: as float16 they were inf, and the loss nan."""
 
@@ -361,8 +353,3 @@ def test_features_beyond_float16_are_kept(tmp_path):
     (batch,) = [stored_reader(corpus)(each) for each in batches(corpus, range(1), 9, 99, 0)]
     assert batch.features.shape == (1, 6, 4)
     assert (batch.features / 103_789.0 - 1.0).abs().max() < 0.005
-
-
-def test_loops_are_seen():
-    assert repeats(np.array([1, 2, 3, 4, 5, 6, 7, 8] * 4, np.int32))
-    assert not repeats(np.arange(100, dtype=np.int32))

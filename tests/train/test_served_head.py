@@ -117,13 +117,8 @@ def test_eval_shows_what_the_trainer_simulates(small, capsys):
     arithmetic.
     """
     prompts = f"known={small.prompts}"
-    where = [
-        "--model",
-        str(small.model),
-        "--speculative-draft-model-path",
-        str(small.draft),
-        *("--kv-tokens", "4096", "--executor", "torch", "--dtype", "float32"),
-    ]
+    where = ["--model", str(small.model), "--speculative-draft-model-path", str(small.draft)]
+    where += ["--kv-tokens", "4096", "--executor", "torch", "--dtype", "float32"]
     how = ["--count", "4", "--tokens", str(TOKENS), "--group", "4", "--json"]
     how += ["--temperatures", "0,0.8"]
     assert main(["eval", *where, "--set", prompts, *how]) == 0

@@ -126,13 +126,6 @@ def test_unrolled_is_served(changes):
         assert torch.allclose(reads[run, 1, row], expected[run], atol=1e-6), changes
 
 
-def test_one_layer_off_is_noticed():
-    head, batch, embed = make()
-    shifted = replace(batch, features=batch.features.roll(1, 1))
-    a, b = (reads_of(head, x, embed, 2) for x in (batch, shifted))
-    assert (a - b).abs().max() > 0.01
-
-
 def plain_loss(head, batch, vocabulary, reads, decay):
     """The loss as the definition reads, row by row."""
     total = 0.0
