@@ -3,7 +3,7 @@
 import pytest
 
 from forerun.control.adaptive import AdaptivePolicy
-from forerun.control.constants import MIN_REPEATS, PLAIN_EVERY
+from forerun.control.constants import MIN_REPEATS
 from forerun.control.costs import LiveCosts, StepCosts
 from forerun.control.reasons import PLAIN
 from tests.control.steps import FREE, Text, arrays, report_of
@@ -104,17 +104,3 @@ def test_the_first_step_that_is_carried_is_no_news_of_the_machine(first):
         live.learn_plain(1, 64, carried, took[carried])
     assert live.non_overlapped_slowdown(1, 64) == pytest.approx(2.0)
     assert live.plain(1, 64, True) == pytest.approx(2.0)
-
-
-def test_one_slow_step_does_not_end_drafting():
-    """The first step with draft tokens is interrupted: a count of nodes that was seen once looks
-    dearer than the largest loss allowed, and is tried again all the same.
-    """
-    policy = AdaptivePolicy(CPU, 1, 1, FREE)
-    thrice = StepCosts(COUNTS, tuple(3.0 * ms for ms in CPU.verify_ms))
-    text, slow = (Text(costs, 1, 1.0, match=1.0, share=0.9) for costs in (CPU, thrice))
-    text.run(policy, MIN_REPEATS)
-    slow.step(policy)
-    assert policy.account.costs.relative_cost(1, 2, 64) < 1.5
-    text.run(policy, 8 * PLAIN_EVERY)
-    assert sum(map(bool, text.verified[-PLAIN_EVERY:])) > PLAIN_EVERY // 2

@@ -93,15 +93,8 @@ def best_static(costs, rows, chance):
 @pytest.mark.parametrize("table", TABLES)
 def test_never_slower_than_plain_on_adversarial_text(table, rows):
     costs = TABLES[table]
-    done = Simulation(costs, opened(costs, rows), rows).run(400, chance=0.0)
+    done = Simulation(costs, opened(costs, rows), rows).run(1500 if rows == 1 else 400, chance=0.0)
     assert done.speed >= 0.97 * plain_speed(costs, rows)
-
-
-@pytest.mark.parametrize("table", TABLES)
-def test_a_long_adversarial_text_is_not_slower_either(table):
-    costs = TABLES[table]
-    done = Simulation(costs, opened(costs, 1)).run(1500, chance=0.0)
-    assert done.speed >= 0.97 * plain_speed(costs, 1)
 
 
 @pytest.mark.parametrize(
@@ -111,12 +104,6 @@ def test_close_to_the_best_fixed_budget(table, rows, chance):
     costs = TABLES[table]
     done = Simulation(costs, opened(costs, rows), rows).run(400, chance)
     assert done.speed >= 0.93 * best_static(costs, rows, chance)
-
-
-def test_flat_costs_and_good_guesses_use_everything():
-    done = Simulation(FLAT, opened(FLAT, 1)).run(200, chance=0.9)
-    assert np.mean(done.nodes[20:]) > 3.9, "a new engine learns first what plain steps take"
-    assert done.speed > 3.5 * plain_speed(FLAT, 1)
 
 
 def test_probes_cost_less_than_three_percent_and_never_stop():
