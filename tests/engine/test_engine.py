@@ -83,13 +83,6 @@ def test_the_adversary_is_never_right():
     assert stats.draft_tokens == 16 * 4 + 3 + 2 + 1  # Depth ends one before the last token.
 
 
-def test_lookup_finds_the_period():
-    engine = make("ngram", nodes=8, depth=8, context=400, pages=128, max_nodes=64)
-    ear = run(engine, ask(max_tokens=200, prompt="abc", stop_tokens=()))
-    assert ear.tokens() == following(b"abc", 200)
-    assert engine.stats().acceptance_length > 3
-
-
 # --- stop conditions --------------------------------------------------------------------
 
 
@@ -234,8 +227,13 @@ def test_a_salt_shares_cached_prefixes_with_itself_alone():
 
 
 @pytest.mark.parametrize("name", ["none", "oracle", "erratic"])
-def test_logprobs_of_the_output(name):
+@pytest.mark.parametrize("stopped", [False, True])
+def test_logprobs_of_the_output(name, stopped):
+    """And of none behind its end, which a step may have said as well."""
     request = ask(max_tokens=10, logprobs=2, **SAMPLED)
+    if stopped:
+        stop = reference(request)[1][5]
+        request = ask(max_tokens=10, logprobs=2, stop=(stop,), **SAMPLED)
     ear = run(make(name), request)
     ear.expect(request)
     entries = [entry for d in ear.of() for entry in d.logprobs]
