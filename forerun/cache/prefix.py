@@ -114,8 +114,8 @@ class PrefixIndex:
         parent: CachedPage,
         tokens: Ints,
         page: int,
-        salt: bytes = b"",
-        tenant: int = 0,
+        salt: bytes,
+        tenant: int,
     ) -> CachedPage:
         """Register that `page`, held by the caller, contains `tokens` int32[page_size + lookahead]
         after `parent`, in a tenant's text with this salt; the last `lookahead` follow the page.

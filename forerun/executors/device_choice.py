@@ -13,6 +13,11 @@ from forerun.types import AnyArray, Bools, Floats, Ints
 CUT_OFFS = np.dtype([("top_p", np.float64), ("log_min_p", np.float32), ("top_k", np.int32)])
 """Cut-offs of a request as in Sampling (`CutOffs` of csrc/model.h)."""
 
+LEAST_TOP_P = 2.0**-60
+"""A top_p below this, 0 included, leaves one token: the most probable token always exceeds it.
+Device code, which keeps the tokens above a probability mass, raises a smaller top_p to this.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Choosing:

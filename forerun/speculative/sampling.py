@@ -13,11 +13,6 @@ import numpy as np
 
 from forerun.types import AnyArray, Bools, Floats, Ints, Words
 
-LEAST_TOP_P = 2.0**-60
-"""A top_p below this, 0 included, leaves one token: the most probable token always exceeds it.
-Device code, which keeps the tokens above a probability mass, raises a smaller top_p to this.
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
@@ -83,7 +78,7 @@ class Sampling:
         """The logarithm of min_p: tokens whose scaled logit is below the largest plus this are
         excluded. -inf if min_p is off.
         """
-        return np.float32(np.log(self.min_p) if self.min_p > 0.0 else -np.inf)
+        return np.float32(np.log(self.min_p) if self.min_p else -np.inf)
 
     @property
     def accept_thresholds(self) -> tuple[float, float]:
@@ -141,10 +136,12 @@ def process(
     if history.output_len + len(ancestors) < sampling.min_tokens:
         banned = sampling.stop_tokens
     _exclude(out, banned, mask)
-    if sampling.temperature == 0.0 or out.max() == -np.inf:
+    if sampling.temperature == 0.0:
         return out  # Cut-offs always keep the best token: greedy needs none of them.
     out = _heated(out, sampling)
-    if sampling.min_p > 0.0:
+    if not np.isfinite(out.max()):
+        return out  # Nothing can be chosen from it.
+    if sampling.min_p:
         out[out < out.max() + sampling.log_min_p] = -np.inf
     if sampling.top_k > 0:
         _keep_largest(out, sampling.top_k)
@@ -197,7 +194,7 @@ def _keep_largest(out: Floats, count: int, largest: Floats | None = None) -> Non
 
     largest  at least the `count` largest values, in any order; None = unknown
     """
-    if largest is None or count > len(largest):
+    if largest is None:
         largest = out[out > -np.inf]
         if count >= len(largest):
             return
@@ -209,8 +206,8 @@ def _keep_largest(out: Floats, count: int, largest: Floats | None = None) -> Non
 
 
 def _nucleus(logits: Floats, top_p: float) -> tuple[int, Floats]:
-    """Return how many of the most probable tokens reach the probability top_p together, and the
-    logits of a set that includes these.
+    """Return how many of the most probable tokens reach the probability top_p together, as far as
+    rounding lets them, and the logits of a set that includes these.
     """
     weights = np.exp(logits - logits.max())
     needed = top_p * float(weights.sum(dtype=np.float64))
@@ -219,7 +216,7 @@ def _nucleus(logits: Floats, top_p: float) -> tuple[int, Floats]:
     floor = (1.0 - top_p) / (2 * len(weights))
     likely = weights > floor
     mass = np.cumsum(np.sort(weights[likely])[::-1], dtype=np.float64)
-    return 1 + int(np.searchsorted(mass, needed)), logits[likely]
+    return min(1 + int(np.searchsorted(mass, needed)), len(mass)), logits[likely]
 
 
 def largest(logits: Floats, count: int) -> AnyArray:

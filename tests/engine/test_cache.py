@@ -117,11 +117,12 @@ def test_a_page_waits_for_the_token_after_it():
     table.commit(2, ints(1, 2))
     table.check()
     assert PageTable(shared).start(ints(1, 2, 3)) == 0
-    table.commit(2, ints(1, 2, 3, 4))
-    table.check()
-    probe = PageTable(shared)
-    assert probe.start(ints(1, 2, 3)) == 2
-    probe.release()
+    for count, known in ((0, (1, 2, 3)), (2, (1, 2, 3, 4))):
+        table.commit(count, ints(*known))
+        table.check()
+        probe = PageTable(shared)
+        assert probe.start(ints(1, 2, 3)) == 2
+        probe.release()
     table.release()
     shared.check()
     assert shared.evictable == 1 and free(shared) == 7
@@ -290,14 +291,34 @@ def test_reserve_commit_rollback():
 
 def test_who_takes_every_page_evicts_everything_kept():
     shared = index()
-    held = filled(shared, ints(1, 2))
-    filled(shared, ints(1, 2, 3, 4)).release()
+    held, table = filled(shared, ints(1, 2)), filled(shared, ints(1, 2, 3, 4))
+    (shorter, entry) = table.chain
+    table.release()
+    assert shared.knows(shorter) and shared.knows(entry)
     for page in shared.take(shared.available):
         shared.release(page)
     assert shared.evictable == 0 and shared.held == 1
+    assert shared.knows(shorter) and not shared.knows(entry)
     assert PageTable(shared).start(ints(1, 2, 3, 4)) == 2
     held.check()
     shared.check()
+
+
+def test_what_a_table_starts_with_may_be_shortened():
+    """By whole pages, and only right after its start."""
+    shared, tokens = index(), ints(1, 2, 3, 4, 5, 6, 7, 8)
+    filled(shared, tokens).release()
+    table = PageTable(shared)
+    assert table.start(tokens) == 8
+    with pytest.raises(AssertionError):
+        table.shorten(3)
+    table.shorten(4)
+    table.shorten(6)
+    assert table.length == table.reserved == 4 and shared.held == 2
+    table.check()
+    assert table.reserve(1)
+    with pytest.raises(AssertionError):
+        table.shorten(2)
 
 
 def test_a_commit_backwards_is_refused():
@@ -319,6 +340,11 @@ def counts(shared, page, references):
     shared._references[page] = references
 
 
+def unkept(shared):
+    """The page that is kept; it no longer is."""
+    return shared._idle.popitem()[0]
+
+
 SPOILT = {
     "free twice": ("twice", lambda pages, held: pages._free.append(pages._free[0])),
     "before the first": ("does not exist", lambda pages, held: pages._free.append(-1)),
@@ -328,12 +354,17 @@ SPOILT = {
     "nobody's": ("are not 8", lambda pages, held: counts(pages, held.pages[2], 0)),
     "free and held": ("free and held", lambda pages, held: counts(pages, pages._free[0], 1)),
     "free and kept": ("are not 8", lambda pages, held: pages._free.append(KEPT)),
+    "free and known": ("idle list", lambda pages, held: pages._free.append(unkept(pages))),
+    "held and kept": ("idle list", lambda pages, held: counts(pages, KEPT, pages._free.pop())),
     "another's": ("^$", lambda pages, held: setattr(pages._entries[0], "page", 7)),
     "no past": ("entries in the tree", lambda pages, held: pages._entries.pop(held.pages[0])),
     "less than shared": (None, lambda pages, held: setattr(held, "length", 3)),
     "more than reserved": (None, lambda pages, held: setattr(held, "length", 7)),
     "other pages": (None, lambda pages, held: held.pages.reverse()),
-    "a page twice": (None, lambda pages, held: held.pages.append(held.pages[2])),
+    "one page more": (None, lambda pages, held: held.pages.append(held.pages[2])),
+    "a page twice": (None, lambda pages, held: held.pages.insert(2, held.pages.pop() * 0)),
+    "a missed commit": (None, lambda pages, held: setattr(held, "_due", 0)),
+    "another entry": (None, lambda pages, held: setattr(held.chain[1], "page", 9)),
     "a leak": (None, lambda pages, held: counts(pages, held.pages[0], 0)),
 }
 """What the index's check says, or None where the table's fails, after a change of either."""
@@ -366,5 +397,6 @@ def test_texts_of_different_salts_share_no_page():
     assert PageTable(shared, b"c").start(tokens) == 0
     begins = filled(shared, ints(3, 4), ints(1, 2).tobytes())
     assert begins.pages[0] not in pages
-    assert PageTable(shared, ints(1).tobytes()).start(ints(2, 3, 4)) == 0
+    for shorter in (ints(2, 3, 4), ints(2)):
+        assert PageTable(shared, ints(1).tobytes()).start(shorter) == 0
     shared.check()

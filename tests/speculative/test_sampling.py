@@ -137,6 +137,7 @@ def test_the_plain_path_equals_the_general_one(temperature):
         {"top_p": 0.9},
         {"min_p": 0.1},
         {"repetition_penalty": 1.1},
+        {"repetition_penalty": 0.9},
         {"frequency_penalty": 0.1},
         {"presence_penalty": 0.1},
         {"logit_bias": ((1, 1.0),)},
@@ -166,13 +167,14 @@ def test_a_temperature_too_small_to_divide_by_is_greedy():
     history = History(np.zeros(1, np.int32), 1)
     for tiny in (1e-6, 1e-40, 5e-324):
         assert Sampling(temperature=tiny).temperature == 0.0
+    assert Sampling(temperature=-1e-6).temperature < 0, "what checks requests refuses it"
     warm = process(logits, Sampling(temperature=1e-5), history)
-    assert np.isfinite(warm).all()
+    assert np.isfinite(warm).all() and warm[1] > 30
     assert choose(warm, Sampling(temperature=1e-5), 0) == 1
 
 
 def test_grammar_outranks_min_tokens():
-    """Where the grammar is complete only a stop token is left, however early."""
+    """Where the grammar is complete only a stop token is left, however early; without one none."""
     sampling = Sampling(min_tokens=5, stop_tokens=(6, 7))
     history = History(np.zeros(1, np.int32), 1)
     logits = np.zeros(V, np.float32)
@@ -180,6 +182,8 @@ def test_grammar_outranks_min_tokens():
     assert np.flatnonzero(only_stop > -INF).tolist() == [6]
     more = process(logits, sampling, history, (), bits([2, 6]))
     assert np.flatnonzero(more > -INF).tolist() == [2]
+    free = process(logits, sampling, history)
+    assert np.flatnonzero(free > -INF).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_a_mask_that_allows_nothing_leaves_nothing():
@@ -195,6 +199,7 @@ def test_a_cut_off_that_is_off_keeps_the_most_unlikely():
     logits, history = np.array([0, -100], np.float32), History(np.zeros(1, np.int32), 1)
     with np.errstate(divide="raise"):
         assert process(logits, Sampling(top_k=2), history).tolist() == [0, -100]
+        assert Sampling().log_min_p == -INF
 
 
 def test_top_p_of_two_tokens():
@@ -212,19 +217,23 @@ def test_unpack_reads_every_bit(vocab):
     assert unpack(words, vocab).tolist() == expected
 
 
+@pytest.mark.parametrize("first", [0.0, 12.5])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 3.0, 8.0])
-def test_top_p_on_a_real_vocabulary(spread):
-    """From peaked (a few survivors) to nearly flat (tens of thousands of them)."""
+def test_top_p_on_a_real_vocabulary(spread, first):
+    """From peaked (a few survivors) to nearly flat (tens of thousands of them), and where the first
+    token has most of the mass, and thousands of others together the rest.
+    """
     logits = np.random.default_rng(2).normal(0, spread, 49152).astype(np.float32)
     logits[1000:3000] = logits[1000]  # Ties across the cut.
+    logits[0] += first
     history = History(np.zeros(1, np.int32), 1)
-    for top_p in (0.1, 0.5, 0.95):
+    for top_p in (0.1, 0.5, 0.95, np.nextafter(1, 0)):
         result = process(logits, Sampling(top_p=top_p), history)
         order = np.argsort(-logits, kind="stable")
         weights = np.exp((logits - logits.max()).astype(np.float64))
         mass = np.cumsum(weights[order]) / weights.sum()
         count = int((result > -INF).sum())
-        assert abs(count - 1 - np.searchsorted(mass, top_p)) <= 1
+        assert abs(count - 1 - np.searchsorted(mass, top_p)) <= 1 or 1 - top_p < 1e-12
         assert set(np.flatnonzero(result > -INF)) == set(order[:count])
 
 
@@ -239,8 +248,16 @@ def test_largest_is_a_stable_sort_cut_short(values, count):
     assert largest(logits, count).tolist() == expected
 
 
-def test_what_is_no_number_is_not_among_the_largest():
-    assert largest(np.array([math.nan, 0, 1, -INF], np.float32), 4).tolist() == [2, 1]
+@pytest.mark.parametrize("row", [[-INF, -INF, -INF], [0.0, INF, 1.0], [0.0, math.nan, 1.0]])
+@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 0.5}, {"min_p": 0.5}])
+def test_of_what_nothing_can_be_chosen_nothing_is_cut(row, cut):
+    logits, history = np.array(row, np.float32), History(np.zeros(1, np.int32), 1)
+    assert np.array_equal(process(logits, Sampling(**cut), history), logits, equal_nan=True)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_what_is_no_number_is_not_among_the_largest(count):
+    assert largest(np.array([math.nan, 0, 1, -INF], np.float32), count).tolist() == [2, 1]
 
 
 def test_log_normaliser_is_stable():

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.speculative.sampling import LEAST_TOP_P
+from forerun.executors.device_choice import LEAST_TOP_P
 
 COUNT, SEEN, STOP = 4, 1, 2
 """Parts of a history entry: COUNT for each occurrence of the token in the output, SEEN if the

@@ -18,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from forerun.executors.device_choice import LEAST_TOP_P
 from forerun.executors.jax.rounds.accept import NodeSampling, Trees, sampled
 from forerun.executors.jax.rounds.batches import Batch
 from forerun.executors.jax.rounds.reports import MASS_ERROR, mass, reports_logprobs
 from forerun.executors.packed import Shapes, views_of, zeros_of
 from forerun.speculative.accept import NOTHING
-from forerun.speculative.sampling import LEAST_TOP_P, History, Sampling
+from forerun.speculative.sampling import History, Sampling
 from forerun.types import Ints
 
 Reaches = Callable[[Array], Array]

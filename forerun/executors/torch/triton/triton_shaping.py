@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from forerun.executors.device_choice import LEAST_TOP_P
 from forerun.executors.torch.shaping import COUNT, SEEN, STOP, Shaping, without
 from forerun.executors.torch.shaping import shaped as shaped_plainly
-from forerun.speculative.sampling import LEAST_TOP_P
 
 FEW = 4096
 """Tokens that a program keeps in registers: with 128,256 normally distributed logits of deviation
