@@ -98,7 +98,7 @@ PAD = b"\0" * 4096
 HUGE = (1 << 64) - 1
 
 HOSTILE = {
-    "empty": (b"", "cannot be read"),
+    "empty": (b"", "is empty: fetch it again"),
     "another format": (b"PK\x03\x04" + PAD, "does not begin with"),
     "version 1": (header(version=1) + PAD, "version 1"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0) + PAD, "big-endian"),

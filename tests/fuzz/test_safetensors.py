@@ -101,7 +101,7 @@ def entry(shape, start, end, dtype="F32"):
 
 
 HOSTILE = {
-    "empty": (b"", "cannot be read"),
+    "empty": (b"", "is empty: fetch it again"),
     "seven bytes": (b"1234567", "damaged"),
     "huge header": (struct.pack("<Q", 1 << 63) + b"{}", "damaged"),
     "header of 3 MB": (packed(b" " * (3 << 20)), "damaged"),
