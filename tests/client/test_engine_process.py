@@ -218,36 +218,28 @@ SHARED = EngineConfig(model="a folder", tp_size=2)
 """Of a model that other processes share, as the server knows it: what runs is the toy."""
 
 
-def test_a_process_that_shares_its_model_may_not_be_stopped():
-    """Others wait for it within a step. Nobody lets it go on: the error comes while it stands."""
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_process_that_shares_its_model_may_be_stopped_for_a_moment_only(monkeypatch, goes_on):
+    """Others wait for it within a step. Where nobody lets it go on, an error comes."""
+    if goes_on:
+        monkeypatch.setattr(child, "STOPPED_SECONDS", 3600.0)
 
     async def scenario():
         engine, _ = await EngineProcess.open(command(SHARED, delay=0.01))
         heard = Heard()
-        engine.submit(make_request(HI, max_tokens=3000), heard)
+        engine.submit(make_request(HI, max_tokens=200 if goes_on else 3000), heard)
         os.kill(engine.pid, signal.SIGSTOP)
+        if goes_on:
+            assert await asyncio.to_thread(wait_for, lambda: status(engine.pid)[0] == "T")
+            os.kill(engine.pid, signal.SIGCONT)
         await heard.ended.wait()
-        assert isinstance(heard.error, EngineLostError) and engine.lost.is_set()
-        assert "was stopped by SIGSTOP, while others share its model" in str(heard.error)
+        if goes_on:
+            assert heard.error is None and engine.loss is None and heard.text
+        else:
+            assert isinstance(heard.error, EngineLostError) and engine.lost.is_set()
+            assert "was stopped by SIGSTOP, while others share its model" in str(heard.error)
         await engine.close()
         assert not alive(engine.pid)
-
-    asyncio.run(scenario())
-
-
-def test_but_for_a_moment(monkeypatch):
-    monkeypatch.setattr(child, "STOPPED_SECONDS", 3600.0)
-
-    async def scenario():
-        engine, _ = await EngineProcess.open(command(SHARED, delay=0.01))
-        heard = Heard()
-        engine.submit(make_request(HI, max_tokens=200), heard)
-        os.kill(engine.pid, signal.SIGSTOP)
-        assert await asyncio.to_thread(wait_for, lambda: status(engine.pid)[0] == "T")
-        os.kill(engine.pid, signal.SIGCONT)
-        await heard.ended.wait()
-        assert heard.error is None and engine.loss is None and heard.text
-        await engine.close()
 
     asyncio.run(scenario())
 

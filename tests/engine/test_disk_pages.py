@@ -70,8 +70,11 @@ def cached(ear, id="r", index=0):
     return ear.of(id, index)[0].cached_tokens
 
 
-def restarted(engines, engine, **how):
-    """Another engine after this one; its memory knows nothing."""
+def restarted(engines, engine=None, **how):
+    """Another engine after this one, or one that answered `LONG`; its memory knows nothing."""
+    if engine is None:
+        engine = engines()
+        answer(engine, ask(prompt=LONG))
     written(engine)
     engine.shutdown()
     return engines(**how)
@@ -176,9 +179,7 @@ def test_damaged_records_are_misses(engines, tmp_path, every):
 @pytest.mark.parametrize("bytes_before_a_step", [1, 150, 10**6])
 def test_a_record_damaged_while_serving(engines, tmp_path, monkeypatch, bytes_before_a_step):
     monkeypatch.setattr(disk_pages, "READ_BYTES", bytes_before_a_step)
-    first = engines()
-    answer(first, ask(prompt=LONG))
-    second = restarted(engines, first)
+    second = restarted(engines)
     (path,) = (tmp_path / "kv").glob("*/*.pages")
     data = path.read_bytes()
     path.write_bytes(data[:-200] + bytes([data[-200] ^ 1]) + data[-199:])
@@ -210,9 +211,7 @@ def test_a_full_disk_ends_writing_only(engines, monkeypatch, failing):
 
 
 def test_a_disk_that_cannot_be_read(engines, monkeypatch):
-    first = engines()
-    answer(first, ask(prompt=LONG))
-    second = restarted(engines, first)
+    second = restarted(engines)
 
     def broken(self, pages, into):
         raise OSError(5, "Input/output error")
@@ -223,9 +222,7 @@ def test_a_disk_that_cannot_be_read(engines, monkeypatch):
 
 
 def test_a_stalling_disk_delays_no_longer_than_reading_the_prompt(engines, monkeypatch):
-    first = engines()
-    answer(first, ask(prompt=LONG))
-    second = restarted(engines, first)
+    second = restarted(engines)
     monkeypatch.setattr(disk_pages, "FIRST_SECONDS", 0.05)
     monkeypatch.setattr(disk_pages, "LEAST_SECONDS", 0.05)
     go, read = threading.Event(), PageStore.read
@@ -282,9 +279,7 @@ def test_a_state_alone_may_take_as_long_as_its_prompt(tmp_path):
 
 
 def test_aborted_while_it_waits(engines, monkeypatch):
-    first = engines()
-    answer(first, ask(prompt=LONG))
-    second = restarted(engines, first)
+    second = restarted(engines)
     monkeypatch.setattr(disk_pages, "READ_BYTES", 1)
     go, read = threading.Event(), PageStore.read
     monkeypatch.setattr(PageStore, "read", lambda *of: (go.wait(30), read(*of))[1])
@@ -316,9 +311,7 @@ def test_an_executor_that_refuses_a_page(engines):
 
 
 def test_many_requests_on_a_shared_prefix(engines):
-    first = engines()
-    answer(first, ask(prompt=LONG))
-    second = restarted(engines, first, pages=256, slots=4)
+    second = restarted(engines, pages=256, slots=4)
     ear = answer(second, *[ask(str(i), LONG + str(i), max_tokens=5) for i in range(12)])
     found = [cached(ear, str(i)) for i in range(12)]
     assert found == [96] * 10 + [97] * 2  # The last two begin as the second does.

@@ -26,9 +26,14 @@ def ran(tmp_path_factory, compiled):
     tiny.save_folder(tiny.model("gpt_oss", num_local_experts=8, **many), folder / "experts")
     tiny.save_folder(tiny.model("gemma4_text"), folder / "shapes")
     tiny.save_folder(tiny.model("qwen3_5_text"), folder / "states")
+    return found_by("sharded_jax", 8, folder, compiled)
+
+
+def found_by(module, devices, *arguments):
+    """What a program of this folder says, in a process that sees so many devices."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.parity.sharded_jax", str(folder), compiled],
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        [sys.executable, "-m", f"tests.parity.{module}", *map(str, arguments)],
+        env=os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -84,15 +89,6 @@ def test_an_assistant_on_two_devices_drafts_the_same(tmp_path, columns):
 
 
 def the_same_on(folder, shards):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.parity.sharded_head", str(folder), str(shards)],
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    one, many = json.loads(done.stdout.splitlines()[-1])
+    one, many = found_by("sharded_head", 4, folder, shards)
     assert one == many
     assert len({tuple(tokens[0]) for tokens, _ in one["trees"]}) > 2
