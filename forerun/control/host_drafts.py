@@ -166,7 +166,6 @@ class HostDrafts:
         best = max(best, int(with_draft_model and bool(layers) and max_loss >= 1.0))
         return [index for layer in layers[:best] for index in layer], most
 
-
     def gain_without_model(self, report: StepReport) -> float:
         """Return the expected gain, in tokens of all rows beyond what their time would bring
         elsewhere, of a step's proposals without those of the draft model, after selection.

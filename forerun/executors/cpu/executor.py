@@ -45,8 +45,8 @@ class CpuExecutor(Executor):
     threads  None = the physical cores this process may use
     kernels  "" = the best this machine has; a name (see csrc/dispatch.cpp) selects one
     dtype    "file", or what floats are converted to: a name of weights.QUANTIZED
-    kv_dtype "same", or "q8_0": keys and values in blocks of 32 bytes with a float16 scale progress
-    called with (what, done, total) in bytes while weights are packed
+    kv_dtype "same", or "q8_0": keys and values in blocks of 32 bytes with a float16 scale
+    progress  called with (what, done, total) in bytes while weights are packed
 
     Raises ModelError for a checkpoint it cannot run, MemoryPlanError if weights and caches do not
     fit, ConfigError for unknown kernels.
