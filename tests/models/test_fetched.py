@@ -87,6 +87,17 @@ def test_a_gguf_may_be_a_pointer_or_empty(tmp_path):
             open_model(str(path))
 
 
+def test_a_part_that_is_a_link_to_nothing_is_named(tmp_path):
+    folder = tiny.save_folder(tiny.model("llama"), tmp_path / "parts", shards=3)
+    part = sorted(folder.glob("model-*.safetensors"))[1]
+    part.unlink()
+    with pytest.raises(ModelError, match=rf"{part.name} cannot be read: No such file"):
+        FolderCheckpoint(folder)
+    part.symlink_to(tmp_path / "gone")
+    with pytest.raises(ModelError, match=rf"{part.name} is a link to a file that is gone"):
+        FolderCheckpoint(folder)
+
+
 def test_a_model_that_is_a_link_to_nothing_is_no_misspelling(tmp_path):
     for name in ("x.gguf", "folder"):
         (tmp_path / name).symlink_to(tmp_path / "gone")
