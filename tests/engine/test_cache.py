@@ -126,6 +126,10 @@ def test_a_page_waits_for_the_token_after_it():
     table.release()
     shared.check()
     assert shared.evictable == 1 and free(shared) == 7
+    for size in (1, 3):
+        shared = PrefixIndex(8, size, lookahead=1)
+        filled(shared, ints(1, 2, 3, 4)).release()
+        assert PageTable(shared).start(ints(1, 2, 3, 4)) == 3
 
 
 @pytest.mark.parametrize("lookahead", [0, 1])
@@ -312,6 +316,8 @@ def test_what_a_table_starts_with_may_be_shortened():
     assert table.start(tokens) == 8
     with pytest.raises(AssertionError):
         table.shorten(3)
+    table.shorten(6)
+    table.check()
     table.shorten(4)
     table.shorten(6)
     assert table.length == table.reserved == 4 and shared.held == 2
@@ -358,6 +364,7 @@ SPOILT = {
     "held and kept": ("idle list", lambda pages, held: counts(pages, KEPT, pages._free.pop())),
     "another's": ("^$", lambda pages, held: setattr(pages._entries[0], "page", 7)),
     "no past": ("entries in the tree", lambda pages, held: pages._entries.pop(held.pages[0])),
+    "no entry": ("entries in the tree", lambda pages, held: pages._entries.pop(held.pages[1])),
     "less than shared": (None, lambda pages, held: setattr(held, "length", 3)),
     "more than reserved": (None, lambda pages, held: setattr(held, "length", 7)),
     "other pages": (None, lambda pages, held: held.pages.reverse()),
@@ -397,6 +404,8 @@ def test_texts_of_different_salts_share_no_page():
     assert PageTable(shared, b"c").start(tokens) == 0
     begins = filled(shared, ints(3, 4), ints(1, 2).tobytes())
     assert begins.pages[0] not in pages
-    for shorter in (ints(2, 3, 4), ints(2)):
-        assert PageTable(shared, ints(1).tobytes()).start(shorter) == 0
+    ahead = PrefixIndex(8, 2, lookahead=1)
+    filled(ahead, tokens)
+    for known, shorter in ((shared, (2, 3, 4)), (shared, (2,)), (ahead, (2, 3))):
+        assert PageTable(known, ints(1).tobytes()).start(ints(*shorter)) == 0
     shared.check()
