@@ -150,7 +150,7 @@ def mapped(path: Path) -> NDArray[np.uint8]:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         said = f"cannot be read: {reason_of(error)}"
-        if path.is_symlink() and isinstance(error, FileNotFoundError):
+        if isinstance(error, FileNotFoundError) and path.is_symlink():
             said = "is a link to a file that is gone: fetch it again"
         raise ModelError(f"{path} {said}") from error
     check_fetched(path, mapping[: len(_POINTER)])
