@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from forerun.checkpoints.gguf.config import harmless, scaling_of
+from forerun.checkpoints.gguf.config import below, harmless, scaling_of
 from forerun.checkpoints.gguf.header import DRAFT_IDS, GgufFile, declares
 from forerun.checkpoints.gguf.parts import read_gguf
 from forerun.drafts.block_config import KERNEL_SIZE, BlockHead, PairRule
@@ -89,8 +89,7 @@ def _canonical(stored: str) -> str:
 def _describe(file: GgufFile, target: Architecture) -> BlockHead:
     """Return the drafter that metadata and tensors describe."""
     prefix, shapes = f"{ARCHITECTURE}.", {n: each.shape for n, each in file.tensors.items()}
-    within = {n: value for n, value in file.metadata.items() if n.startswith(prefix)}
-    keys = Keys({n.removeprefix(prefix): value for n, value in within.items()}, prefix)
+    keys = Keys(below(file.metadata, prefix), prefix)
     mask = file.metadata.get(_MASK)
     if type(mask) is not int:
         raise ModelError(f"{_MASK} is {mask!r}; it must be the mask's token id")

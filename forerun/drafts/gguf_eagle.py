@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.checkpoints.gguf.config import harmless, scaling_of
+from forerun.checkpoints.gguf.config import below, harmless, scaling_of
 from forerun.checkpoints.gguf.header import DRAFT_IDS, GgufFile, declares
 from forerun.checkpoints.gguf.parts import read_gguf
 from forerun.checkpoints.mapped import TensorFile
@@ -101,8 +101,7 @@ def _canonical(stored: str) -> str:
 def _describe(file: GgufFile, target: Architecture) -> DraftHead:
     """Return the head that metadata and tensors describe."""
     prefix, shapes = f"{ARCHITECTURE}.", {n: each.shape for n, each in file.tensors.items()}
-    within = {n: value for n, value in file.metadata.items() if n.startswith(prefix)}
-    keys = Keys({n.removeprefix(prefix): value for n, value in within.items()}, prefix)
+    keys = Keys(below(file.metadata, prefix), prefix)
     hidden, heads = keys.integer("embedding_length"), keys.integer("attention.head_count")
     size = keys.integer("attention.key_length", hidden // max(heads, 1))
     for name in ("attention.value_length", "rope.dimension_count"):

@@ -148,7 +148,7 @@ def architecture_of(file: GgufFile) -> Architecture:
     metadata = file.metadata
     _check_kind(file)
     name = str(metadata["general.architecture"])
-    keys = Keys(_below(metadata, f"{name}."), f"{name}.")
+    keys = Keys(below(metadata, f"{name}."), f"{name}.")
     family = _FAMILIES[name]
     if family in _QWENS:
         for key in _OF_IMAGES:
@@ -208,7 +208,7 @@ def assistant_of(file: GgufFile) -> tuple[Architecture, int]:
     """
     if file.metadata.get("general.architecture") != ASSISTANT:
         raise ModelError(f"it is no {ASSISTANT}")
-    values, shared = _below(file.metadata, f"{ASSISTANT}."), "attention.shared_kv_layers"
+    values, shared = below(file.metadata, f"{ASSISTANT}."), "attention.shared_kv_layers"
     keys = Keys(values, f"{ASSISTANT}.")
     layers, read = keys.integer("block_count"), keys.integer(shared, 0)
     if read not in (0, layers):
@@ -405,7 +405,8 @@ def _gemma(
     return tuple(local if slide else whole for slide in slides)
 
 
-def _below(metadata: Mapping[str, Value], prefix: str) -> dict[str, Any]:
+def below(metadata: Mapping[str, Value], prefix: str) -> dict[str, Any]:
+    """Return the keys that begin with `prefix`, without it, and their values."""
     return {k.removeprefix(prefix): value for k, value in metadata.items() if k.startswith(prefix)}
 
 

@@ -36,7 +36,7 @@ log = logging.getLogger("forerun.executors.torch")
 START_SECONDS = 1800.0
 """Seconds in which a rank must have read its weights, or it is given up."""
 END_SECONDS = 5.0
-"""Seconds for a rank to end after it was told to."""
+"""Seconds within which a rank must end after the message that ends it."""
 LOOK = 0.05
 """Seconds between two checks for an answer while ranks start."""
 LOST_LOOKS = 6
