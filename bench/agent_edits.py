@@ -72,8 +72,8 @@ def blocks(before: str, after: str) -> str:
     said = []
     for group in difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(2):
         first, last = group[0], group[-1]
-        found, put = old[first[1] : last[2]], new[first[3] : last[4]]
-        said.append("\n".join(["<<<<<<< SEARCH", *found, "=======", *put, ">>>>>>> REPLACE"]))
+        removed, put = old[first[1] : last[2]], new[first[3] : last[4]]
+        said.append("\n".join(["<<<<<<< SEARCH", *removed, "=======", *put, ">>>>>>> REPLACE"]))
     return "\n\n".join(said)
 
 
@@ -138,7 +138,7 @@ def measured(
     tokenizer: Tokenizer, turns: list[Turn], options: argparse.Namespace
 ) -> list[dict[str, float]]:
     """Tokens and steps of every turn by SOURCES, and what of its prompt is computed."""
-    found: list[dict[str, float]] = []
+    results: list[dict[str, float]] = []
     counting = ngram_drafter(1, None, options.capacity)
     sent: list[Ints] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -161,8 +161,8 @@ def measured(
             keeping.close(flush=True)
             sent.append(np.append(prompt, np.array(output, np.int32)))
             facts = {"number": turn.number, "tokens": len(output) - 1}
-            found.append(row | facts | {"prompt": len(prompt), "found": hit})
-    return found
+            results.append(row | facts | {"prompt": len(prompt), "found": hit})
+    return results
 
 
 def main() -> None:

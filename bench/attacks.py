@@ -238,10 +238,10 @@ def main() -> None:
     parser.add_argument("--api-key")
     parser.add_argument("--out", type=Path)
     asked = parser.parse_args()
-    found = {}
+    results = {}
     Console().print("attack                       seconds: stream, /health; statuses")
     if asked.url:
-        found[asked.url] = measured(asked.url, asked.model, asked, 2048)
+        results[asked.url] = measured(asked.url, asked.model, asked, 2048)
     else:
         from tests.worlds.servers import serving  # noqa: PLC0415 - where no server is given
 
@@ -252,9 +252,9 @@ def main() -> None:
                 tempfile.TemporaryDirectory() as folder,
                 serving(Path(folder), delay=0.01, models=names) as server,
             ):
-                found[f"{count}"] = measured(server.root, "toy", asked, 4096)
+                results[f"{count}"] = measured(server.root, "toy", asked, 4096)
     if asked.out:
-        keep(asked.out, {"rows": found})
+        keep(asked.out, {"rows": results})
 
 
 if __name__ == "__main__":

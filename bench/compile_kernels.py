@@ -555,11 +555,11 @@ def table() -> str:
     cases = {arch: matrix(arch) for arch in ARCHS}
     for name in cases[ARCHS[0]]:
         for arch in archs_of(name, ARCHS):
-            found = cases[arch][name].compiled(arch)
-            total[arch] += found["seconds"]
+            usage = cases[arch][name].compiled(arch)
+            total[arch] += usage["seconds"]
             numbers = (
-                *(found["REG"], found["STACK"] + found["LOCAL"], f"{found['shared'] / 1024:.1f}"),
-                *(found["programs"], "yes" if found["tensor_cores"] else "", found["seconds"]),
+                *(usage["REG"], usage["STACK"] + usage["LOCAL"], f"{usage['shared'] / 1024:.1f}"),
+                *(usage["programs"], "yes" if usage["tensor_cores"] else "", usage["seconds"]),
             )
             lines.append(f"| {name} | {arch} | " + " | ".join(map(str, numbers)) + " |")
     sums = ", ".join(f"{seconds:.0f} s for sm_{arch}" for arch, seconds in total.items())
@@ -620,13 +620,13 @@ def wrong(arch: int, usage: dict[str, dict[str, Any]]) -> Iterator[str]:
 
 def check() -> int:
     """0 where nothing is wrong."""
-    found = []
+    faults = []
     for arch in ARCHS:
         cases = matrix(arch)
         usage = {name: cases[name].compiled(arch) for name in cases if archs_of(name, [arch])}
-        found += [f"sm_{arch}: {what}" for what in wrong(arch, usage)]
-    sys.stdout.write("\n".join([*found, f"{len(found)} faults"]) + "\n")
-    return min(len(found), 1)
+        faults += [f"sm_{arch}: {what}" for what in wrong(arch, usage)]
+    sys.stdout.write("\n".join([*faults, f"{len(faults)} faults"]) + "\n")
+    return min(len(faults), 1)
 
 
 def main() -> int:
@@ -644,8 +644,8 @@ def main() -> int:
     cases = {arch: matrix(arch) for arch in map(int, arguments.arch.split(","))}
     for name in arguments.names or list(next(iter(cases.values()))):
         for arch in archs_of(name, cases):
-            found = {"kernel": name, "arch": arch} | cases[arch][name].compiled(arch)
-            sys.stdout.write(json.dumps(found) + "\n")
+            record = {"kernel": name, "arch": arch} | cases[arch][name].compiled(arch)
+            sys.stdout.write(json.dumps(record) + "\n")
             sys.stdout.flush()
     return 0
 

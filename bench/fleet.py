@@ -65,16 +65,16 @@ def main() -> None:
     asked = parser.parse_args()
     began = process_time()
     if asked.known:
-        found = json.loads(asked.known.read_text())["points"]
+        results = json.loads(asked.known.read_text())["points"]
     else:
         cases = scaling_points(asked) if asked.part == "scaling" else points(asked)
-        found = list(map(say, cases))
+        results = list(map(say, cases))
     if asked.out:
         about: Point = {"command": shlex.join(["python", *sys.argv]), "machine": cpu_name()}
         about |= {"processor_seconds": round(process_time() - began)}
-        asked.out.write_text(json.dumps(about | {"points": found}, indent=1) + "\n")
+        asked.out.write_text(json.dumps(about | {"points": results}, indent=1) + "\n")
     if asked.plot:
-        asked.plot.write_text(drawn(asked.part, found))
+        asked.plot.write_text(drawn(asked.part, results))
 
 
 def say(point: Point) -> Point:
@@ -126,10 +126,10 @@ def averaged(about: Point, seconds: float, seeds: int) -> Point:
         run, one = simulated(case, routers)
         runs.append(run)
         turns += one
-    found: Point = {name: mean(run[name] for run in runs) for name in runs[0]}
+    mean_point: Point = {name: mean(run[name] for run in runs) for name in runs[0]}
     slowest = sorted(run["first_token_ms_p99"] for run in runs)
-    found |= {"first_token_ms_p99_of_seeds": [round(one) for one in slowest]}
-    return found | {"course": course(turns, seconds)}
+    mean_point |= {"first_token_ms_p99_of_seeds": [round(one) for one in slowest]}
+    return mean_point | {"course": course(turns, seconds)}
 
 
 def course(turns: list[Turn], seconds: float) -> list[tuple[float, float]]:
@@ -152,14 +152,14 @@ def scaling_points(asked: argparse.Namespace) -> Iterator[Point]:
         yield {"load": load, "target": target, "cache": cache} | point
 
 
-def drawn(part: str, found: list[Point]) -> str:
+def drawn(part: str, measured: list[Point]) -> str:
     """An SVG of the points of a part."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
 
     def put(title: str, line: str, *points: tuple[float, float]) -> None:
         panels.setdefault(title, {}).setdefault(line, []).extend(points)
 
-    for point in found:
+    for point in measured:
         if part == "scaling":
             name = "queue and cache" if point["target"] < 1e9 else "cache alone"
             for value in ("first_token_ms_mean", "replicas_mean"):

@@ -125,22 +125,22 @@ class Report:
 
     def __init__(self, path: Path, device: torch.device, shape: str) -> None:
         self._path = path
-        self.found: dict[str, Any] = {"machine": stamp(), "torch": torch.__version__}
-        self.found |= {"device": str(device), "shape": shape, "errors": {}}
+        self.results: dict[str, Any] = {"machine": stamp(), "torch": torch.__version__}
+        self.results |= {"device": str(device), "shape": shape, "errors": {}}
         if device.type == "cuda":
-            self.found["gpu"] = torch.cuda.get_device_properties(device).name
+            self.results["gpu"] = torch.cuda.get_device_properties(device).name
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def measure(self, name: str, work: Callable[[], Any]) -> None:
         """Keep what `work` gives, or the error it ends with, and go on."""
         begun = time.perf_counter()
         try:
-            self.found[name] = work()
+            self.results[name] = work()
         except Exception as error:  # noqa: BLE001 - the next number may still be worth it
             traceback.print_exc()
-            self.found["errors"][name] = f"{type(error).__name__}: {error}"
-        self._path.write_text(json.dumps(self.found, indent=1) + "\n")
-        said = self.found.get(name, self.found["errors"].get(name))
+            self.results["errors"][name] = f"{type(error).__name__}: {error}"
+        self._path.write_text(json.dumps(self.results, indent=1) + "\n")
+        said = self.results.get(name, self.results["errors"].get(name))
         took = time.perf_counter() - begun
         sys.stdout.write(f"{name} ({took:.1f} s): {json.dumps(said)[:400]}\n")
         sys.stdout.flush()
@@ -199,10 +199,10 @@ def point(
         return {"error": "no round drafts here"}
     step = steps.median(work, count)
     replay = replay_ms(steps.executor, device, count)
-    found = {"step_ms": step, "replay_ms": replay, "floor_ms": floor}
+    numbers = {"step_ms": step, "replay_ms": replay, "floor_ms": floor}
     if replay is not None:
-        found |= {"over_floor": replay / floor, "host": 1 - replay / step}
-    return found | {"kernels": profiled(steps, work, device)}
+        numbers |= {"over_floor": replay / floor, "host": 1 - replay / step}
+    return numbers | {"kernels": profiled(steps, work, device)}
 
 
 def rounds(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
@@ -212,12 +212,12 @@ def rounds(report: Report, device: torch.device, asked: argparse.Namespace) -> N
     most = max(rows for rows, _, _ in points)
     sweep = StepSweep((most,), (1, 2, 4, 8), *((1024, 50, 4 << 30) if real else (40, 2, 1 << 22)))
     bandwidth = copy_bandwidth(device, sweep.copy_bytes)
-    report.found["bandwidth_bytes_per_s"] = bandwidth
+    report.results["bandwidth_bytes_per_s"] = bandwidth
     arch, dtype = SHAPES[asked.shape], "bfloat16" if real else "float32"
     draft = random_draft(arch, min(DRAFT_VOCAB, arch.vocab))
     begun = time.perf_counter()
     steps = torch_bench(RandomCheckpoint(arch), str(device), dtype, sweep, draft)
-    report.found["load_and_prompts_s"] = time.perf_counter() - begun
+    report.results["load_and_prompts_s"] = time.perf_counter() - begun
     width = 2 if real else 4
     # A step reads a row of the input embedding per node, not the matrix: only a tied head reads it.
     lookup = 0 if arch.tied_head else arch.vocab * arch.hidden * width
@@ -235,7 +235,7 @@ def rounds(report: Report, device: torch.device, asked: argparse.Namespace) -> N
 
     report.measure(f"top_p ({most}, 1, 0)", top_p)
     facts = steps.executor.describe()
-    report.found |= {name: facts.get(name) for name in ("captured", "capture_seconds")}
+    report.results |= {name: facts.get(name) for name in ("captured", "capture_seconds")}
     steps.executor.shutdown()
 
 
@@ -260,12 +260,12 @@ def formats(report: Report, device: torch.device, asked: argparse.Namespace) -> 
             settings = {"quantization_config": QUANTISED[dtype]}
             checkpoint, dtype = PlannedCheckpoint(arch, settings), "file"
         steps = torch_bench(checkpoint, str(device), dtype, sweep, kv_dtype=kv_dtype)
-        found: dict[str, Any] = {}
+        report: dict[str, Any] = {}
         for batch in (1, rows):
-            found[f"{batch} rows, step_ms"] = steps.median(steps.step(batch, 1), count)
-            found[f"{batch} rows, replay_ms"] = replay_ms(steps.executor, device, count)
+            report[f"{batch} rows, step_ms"] = steps.median(steps.step(batch, 1), count)
+            report[f"{batch} rows, replay_ms"] = replay_ms(steps.executor, device, count)
         steps.executor.shutdown()
-        return found
+        return report
 
     def prompt(backend: str) -> dict[str, Any]:
         long = StepSweep((1,), (1,), context)
@@ -274,9 +274,9 @@ def formats(report: Report, device: torch.device, asked: argparse.Namespace) -> 
         for chunk in (2048, 4096, 8192) if real else (32, 96):
             took = steps.median(steps.prompt(chunk), 3)
             taken[f"chunks of {chunk}, tokens/s"] = chunk / took * 1e3
-        found = taken | {"kernels": profiled(steps, steps.prompt(chunk), device)}
+        report = taken | {"kernels": profiled(steps, steps.prompt(chunk), device)}
         steps.executor.shutdown()
-        return found
+        return report
 
     for backend in ("triton", "torch_native") if real else ("triton",):
         report.measure(f"prefill, {backend}", partial(prompt, backend))
@@ -289,12 +289,12 @@ def formats(report: Report, device: torch.device, asked: argparse.Namespace) -> 
         gc.collect()
     if real:
         for numbers in ("float8", *QUANTISED):
-            report.measure(f"{numbers} over bfloat16", partial(gain, report.found, numbers))
+            report.measure(f"{numbers} over bfloat16", partial(gain, report.results, numbers))
 
 
-def gain(found: dict[str, Any], numbers: str) -> dict[str, float]:
+def gain(measured: dict[str, Any], numbers: str) -> dict[str, float]:
     """How many times faster weights in these numbers are, by what was measured."""
-    slow, fast = found["bfloat16, pages same"], found[f"{numbers}, pages same"]
+    slow, fast = measured["bfloat16, pages same"], measured[f"{numbers}, pages same"]
     return {name: slow[name] / fast[name] for name in slow if slow[name] and fast[name]}
 
 
@@ -308,7 +308,7 @@ def opened(asked: argparse.Namespace, device: torch.device, rows: int, **how: An
 
 def speculations(name: str) -> dict[str, dict[str, Any]]:
     """Ways to speculate; with a draft head where one comes with this model."""
-    found: dict[str, dict[str, Any]] = {
+    settings: dict[str, dict[str, Any]] = {
         "off": {"speculative_algorithm": "OFF"},
         "ngram": {"speculative_algorithm": "NGRAM"},
     }
@@ -316,8 +316,8 @@ def speculations(name: str) -> dict[str, dict[str, Any]]:
     if folder and open_model(name).architecture.parameters == shape.parameters:
         head = {"speculative_algorithm": "EAGLE", "speculative_draft_model_path": str(folder)}
         fixed = {"policy": "fixed", "speculative_num_draft_tokens": 4, "speculative_num_steps": 3}
-        found |= {"head": head, "head, always 3": head | fixed}
-    return found
+        settings |= {"head": head, "head, always 3": head | fixed}
+    return settings
 
 
 def served(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
@@ -332,14 +332,14 @@ def served(report: Report, device: torch.device, asked: argparse.Namespace) -> N
         for name, how in ways.items():
             begun = time.perf_counter()
             with opened(asked, device, streams[-1], **how) as with_it:
-                report.found[f"{name}, start_s"] = time.perf_counter() - begun
+                report.results[f"{name}, start_s"] = time.perf_counter() - begun
                 longer = [("greedy", at, long) for at in streams] if name == "head" else []
                 for kind, at_once, tokens in points + longer:
                     work = partial(turns, without, with_it, at_once, kind, tokens)
                     report.measure(f"{name}, {kind}, {at_once} x {tokens}", work)
                 facts = with_it.loaded.target.executor.describe()
                 kept = {key: facts.get(key) for key in ("captured", "capture_seconds")}
-                report.found[f"{name}, rounds"] = kept
+                report.results[f"{name}, rounds"] = kept
 
 
 def overlap(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
@@ -348,7 +348,7 @@ def overlap(report: Report, device: torch.device, asked: argparse.Namespace) -> 
     streams = (1, 16, 64) if real else (1, 2)
     how, begun = {"speculative_algorithm": "OFF"}, time.perf_counter()
     with opened(asked, device, streams[-1], overlap=False, **how) as without:
-        report.found["start_s"] = time.perf_counter() - begun
+        report.results["start_s"] = time.perf_counter() - begun
         with opened(asked, device, streams[-1], overlap=True, **how) as with_it:
             for at_once in streams:
                 for kind in ("greedy", "top_p", "mixed"):
@@ -412,8 +412,8 @@ def leak(report: Report, device: torch.device, asked: argparse.Namespace) -> Non
     seconds = sum(steps.times(work, count)) / 1e3
     after = _held(device)
     steps.executor.shutdown()
-    report.found |= {"steps": count, "seconds": seconds}
-    report.found |= {"device bytes": after[0] - before[0], "process bytes": after[1] - before[1]}
+    report.results |= {"steps": count, "seconds": seconds}
+    report.results |= {"device bytes": after[0] - before[0], "process bytes": after[1] - before[1]}
 
 
 def _held(device: torch.device) -> tuple[int, int]:
@@ -444,7 +444,7 @@ def main() -> int:
     for name in asked.what:
         report = Report(asked.out / f"{name}.json", device, asked.shape)
         report.measure("took", partial(CALLS[name], report, device, asked))
-        failed |= bool(report.found["errors"])
+        failed |= bool(report.results["errors"])
     return int(failed)
 
 

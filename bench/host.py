@@ -37,7 +37,7 @@ def measured(names: list[str], rows: list[int]) -> dict[str, float]:
     """Milliseconds of processor time per step, by "drafter xROWS": the least of REPEATS times."""
     from tests.engine.test_host_cost import running  # noqa: PLC0415 - of the tree being measured
 
-    found = {}
+    times = {}
     for name in names:
         for count in rows:
             engine, least = running(name, count), float("inf")
@@ -46,9 +46,9 @@ def measured(names: list[str], rows: list[int]) -> dict[str, float]:
                 for _ in range(STEPS):
                     engine.step_once()
                 least = min(least, time.thread_time() - begin)
-            found[f"{name} x{count}"] = 1000 * least / STEPS
+            times[f"{name} x{count}"] = 1000 * least / STEPS
             engine.shutdown()
-    return found
+    return times
 
 
 def in_tree(tree: Path, asked: argparse.Namespace) -> dict[str, float]:

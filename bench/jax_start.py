@@ -47,17 +47,17 @@ def main() -> None:
     parser.add_argument("--starts", type=int, default=3, help="pairs of them")
     asked = parser.parse_args()
     sys.stdout.write(f"{stamp()}\n")
-    found: dict[str, list[tuple[float, float]]] = {"first": [], "next": []}
+    times: dict[str, list[tuple[float, float]]] = {"first": [], "next": []}
     with tempfile.TemporaryDirectory() as folder:
         save_models(Path(folder), **SIZES)
         for number in range(asked.starts):
-            for name, seconds in found.items():
+            for name, seconds in times.items():
                 ready, text, facts = start(Path(folder), Path(folder) / f"cache{number}")
                 seconds.append((ready, text))
                 programs = f"{facts['compiled']} programs, {facts['to_compile']} left"
                 sys.stdout.write(f"{name}: ready {ready:.1f} s, text {text:.1f} s; {programs}\n")
                 sys.stdout.flush()
-    for name, seconds in found.items():
+    for name, seconds in times.items():
         ready, text = map(statistics.median, zip(*seconds, strict=True))
         sys.stdout.write(f"{name}: medians: ready {ready:.1f} s, text {text:.1f} s\n")
 

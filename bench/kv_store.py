@@ -46,11 +46,11 @@ def measured(config: EngineConfig, prompts: list[Ints]) -> list[dict[str, float]
         loaded.close()
     loaded, before = load(config), 0
     try:
-        for prompt, found in zip(prompts, times, strict=True):
-            found["disk"], cached = first_token(loaded, prompt)
+        for prompt, seconds in zip(prompts, times, strict=True):
+            seconds["disk"], cached = first_token(loaded, prompt)
             store = loaded.engine.stats().store
             assert store is not None and cached > len(prompt) - 2 * config.page_size, store
-            found["bytes"], before = store.read_bytes - before, store.read_bytes
+            seconds["bytes"], before = store.read_bytes - before, store.read_bytes
     finally:
         loaded.close()
     return times

@@ -51,8 +51,8 @@ def random_weights(asked: argparse.Namespace) -> Iterator[None]:
     def random_head(config: Any, model: Any) -> Any:
         if config.speculative_algorithm != "EAGLE":
             return drafts(config, model)
-        found = drafts(config, replace(model, checkpoint=real.checkpoint))
-        return replace(found, model=random_draft(arch, min(DRAFT_VOCAB, arch.vocab)), table=None)
+        head = drafts(config, replace(model, checkpoint=real.checkpoint))
+        return replace(head, model=random_draft(arch, min(DRAFT_VOCAB, arch.vocab)), table=None)
 
     with patch.multiple(built, open_model=random_model, _drafts=random_head):
         yield
@@ -80,7 +80,7 @@ def wrong(report: Report, asked: argparse.Namespace) -> None:
                     work = partial(turns, without, with_it, at_once, "greedy", tokens)
                     report.measure(f"{name}, {at_once} streams", work)
                 facts = with_it.loaded.engine.describe()["speculation"]
-                report.found[f"{name}, why"] = facts["reasons"]
+                report.results[f"{name}, why"] = facts["reasons"]
 
 
 def prompts(report: Report, asked: argparse.Namespace) -> None:
@@ -123,7 +123,7 @@ def main() -> int:
         for name in asked.what:
             report = Report(asked.out / f"{name}.json", torch.device(asked.device), asked.shape)
             report.measure("took", partial(CALLS[name], report, asked))
-            failed |= bool(report.found["errors"])
+            failed |= bool(report.results["errors"])
     return int(failed)
 
 

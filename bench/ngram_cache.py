@@ -86,7 +86,7 @@ def main() -> None:
     options = parser.parse_args()
     others = answers_to(options.counted, (0.0, 0.8), options.count, options.tokens)
     table = read_ngram_table(Path(shipped_draft("smollm2-135m") or "") / FILE, VOCAB)
-    found: list[dict[str, float | str]] = []
+    rows: list[dict[str, float | str]] = []
     for temperature in (0.0, 0.8):
         held = answers_to(options.prompts, (temperature,), options.count, options.tokens)
         drafters = {
@@ -104,11 +104,11 @@ def main() -> None:
                 counted += len(other.output)
         for name, drafter in drafters.items():
             result = tokens_per_step(drafter, held, options.draft_tokens)
-            found.append({"temperature": temperature, "drafts": name, "tokens_per_step": result})
+            rows.append({"temperature": temperature, "drafts": name, "tokens_per_step": result})
             sys.stdout.write(f"T={temperature:g}  {name:20} {result:.3f} tokens a step\n")
             sys.stdout.flush()
     if options.json:
-        keep(options.json, {"settings": vars(options), "results": found})
+        keep(options.json, {"settings": vars(options), "results": rows})
 
 
 if __name__ == "__main__":

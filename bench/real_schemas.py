@@ -51,7 +51,7 @@ def say(text: str) -> None:
 
 def drawn(data: Path) -> dict[str, dict[str, Any]]:
     """The schemas by name, the same for the same packages."""
-    found: dict[str, dict[str, Any]] = {}
+    schemas: dict[str, dict[str, Any]] = {}
     for name, count, patterns in SOURCES:
         paths = sorted(path for pattern in patterns for top in data.glob(pattern)
                        for path in top.rglob("*.json"))  # fmt: skip
@@ -63,8 +63,8 @@ def drawn(data: Path) -> dict[str, dict[str, Any]]:
                 known[f"{name}/{path.relative_to(data)}"] = schema
             if len(known) == count:
                 break
-        found |= known
-    return found
+        schemas |= known
+    return schemas
 
 
 def _schema(path: Path) -> dict[str, Any] | None:

@@ -358,13 +358,13 @@ def recorded(path: Path, tokens: int | None, temperature: float | None) -> list[
     """Read the answers of `record`, without those of one token. tokens: cut to so many, without
     shorter ones; temperature: only those sampled at it.
     """
-    found = []
+    records = []
     for one in json.loads(path.read_text()):
         sampling = Sampling(temperature=one["temperature"], seed=one["seed"])
         output = one["output"][:tokens]
         if len(output) > 1 and (not tokens or len(output) == tokens):
-            found.append(Answer(np.array(one["prompt"], np.int32), sampling, output))
-    return [one for one in found if temperature in (None, one.sampling.temperature)]
+            records.append(Answer(np.array(one["prompt"], np.int32), sampling, output))
+    return [one for one in records if temperature in (None, one.sampling.temperature)]
 
 
 def replayed(

@@ -83,16 +83,16 @@ def table() -> str:
 def line(rows: int, nodes: int, levels: int, numbers: str) -> str:
     """One of the table's."""
     size = Size(padded_rows(rows), nodes, levels, min(levels, 1))
-    found = count(Setting(LLAMA, drafts=levels > 0, numbers=numbers), size, rows)
+    total = count(Setting(LLAMA, drafts=levels > 0, numbers=numbers), size, rows)
     multiplied = 2 * size.total * LLAMA.parameters / FLOPS
     times = [
         f"{max(read, multiplied) * 1e3:.2f}{'*' * (read < multiplied)}"
-        for read in (found.floor / speed for speed in BANDWIDTH.values())
+        for read in (total.floor / speed for speed in BANDWIDTH.values())
     ]
     cells = (
         f"{rows} x {nodes}, {levels}" + f", {numbers}" * (numbers != "bfloat16"),
         *(f"{size.rows} x {size.nodes}", f"{size.total / (rows * nodes):.2f}"),
-        *(found.found.total(), f"{found.floor / 1e9:.2f}", f"{found.traffic / 1e9:.2f}", *times),
+        *(total.launches.total(), f"{total.floor / 1e9:.2f}", f"{total.traffic / 1e9:.2f}", *times),
     )
     return "| " + " | ".join(map(str, cells)) + " |"
 
@@ -140,10 +140,10 @@ def budgets() -> str:
         "carried",
     )
     lines = [f"| {' | '.join(heads)} |", "| --- " * len(heads) + "|"]
-    for name, found in {"aim": AIMS, **{n: budget_of(n) for n in COUNTED}}.items():
+    for name, launches in {"aim": AIMS, **{n: budget_of(n) for n in COUNTED}}.items():
         numbers = (
-            *(found.layer, found.outside, found.first, found.level, found.moves),
-            found.carried,
+            *(launches.layer, launches.outside, launches.first, launches.level, launches.moves),
+            launches.carried,
         )
         lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
     return "\n".join([*lines, "", *of_drafts()]) + "\n"
@@ -155,8 +155,8 @@ def of_drafts() -> list[str]:
     lines = ["| a chain of three below a chain of three | first level | a level more |"]
     lines.append("| --- | --- | --- |")
     for method in DRAFTS:
-        found = budget(size, method=method)
-        lines.append(f"| {method} | {found.first} | {found.level} |")
+        launches = budget(size, method=method)
+        lines.append(f"| {method} | {launches.first} | {launches.level} |")
     return lines
 
 

@@ -23,11 +23,11 @@ ADDRESS = f"http://127.0.0.1:{PORT}"
 
 def family(pid: int) -> list[int]:
     """Return the process and all that it started, directly or not."""
-    found = [pid]
+    pids = [pid]
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
-            found += family(int(child))
-    return found
+            pids += family(int(child))
+    return pids
 
 
 def megabytes(pid: int) -> float:

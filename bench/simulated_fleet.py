@@ -390,7 +390,7 @@ def conversations(work: Workload, rate: float, seconds: float, seed: int) -> lis
     def blocks(tokens: float) -> list[int]:
         return [next(names) for _ in range(max(1, round(tokens / TOKENS)))]
 
-    found, now = list[Conversation](), 0.0
+    drawn, now = list[Conversation](), 0.0
     while now < seconds:
         system = random_.choices(agents, weights)[0]
         turns, before = [], blocks(work.document * TOKENS if random_.random() < 0.2 else 0)
@@ -399,9 +399,9 @@ def conversations(work: Workload, rate: float, seconds: float, seed: int) -> lis
             answer = max(1, round(random_.lognormvariate(log(work.answer), 0.8)))
             turns.append((tuple(asked), answer, random_.expovariate(1 / work.pause)))
             before = blocks(answer)
-        found.append(Conversation(len(found), now, system, tuple(turns)))
+        drawn.append(Conversation(len(drawn), now, system, tuple(turns)))
         now += random_.expovariate(rate)
-    return found
+    return drawn
 
 
 def arrive(fleet: Fleet, asked: Sequence[Conversation], until: float) -> None:

@@ -86,5 +86,5 @@ def scaled(cache: float, target: float, load: float, seconds: float, seed: int) 
         if turn.first and turn.done is not None
     ]
     tokens = sum(turn.answer for turn in fleet.turns) / seconds
-    found = told(waits, rates, tokens, 100 * fleet.cached_tokens / max(1, fleet.prompt_tokens))
-    return found | {"replicas_mean": scaling.used / seconds, "replicas_most": scaling.peak}
+    report = told(waits, rates, tokens, 100 * fleet.cached_tokens / max(1, fleet.prompt_tokens))
+    return report | {"replicas_mean": scaling.used / seconds, "replicas_most": scaling.peak}

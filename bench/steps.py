@@ -170,8 +170,8 @@ def peers(
         python = made.stdout.strip().splitlines()[-1]
         command = [python, str(PEER_FOLDER / f"steps_{script}.py"), json.dumps(facts[script])]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found = json.loads(done.stdout.splitlines()[-1])
-        yield name, {(1, int(key)): times for key, times in found.items()}
+        report = json.loads(done.stdout.splitlines()[-1])
+        yield name, {(1, int(key)): times for key, times in report.items()}
 
 
 def summary(times: Times, executors: list[str]) -> dict[str, Any]:
@@ -243,8 +243,8 @@ def main() -> None:
             ]
             if asked.peers:
                 blocks += peers(model, asked, facts[asked.executors[0]]["threads"], rounds)
-            for label, found in blocks:
-                for size, taken in found.items():
+            for label, step_times in blocks:
+                for size, taken in step_times.items():
                     times.setdefault(label, {}).setdefault(size, []).extend(taken)
         report["ms"][kind] = summary(times, asked.executors)
     if "jax" in benches:

@@ -102,12 +102,12 @@ def verdicts(cases: list[tuple[Any, str, bool]], make: Any) -> Counter[str]:
     compiler, counts = Compiler(tokenizer), Counter[str]()
     for source, text, valid in cases:
         try:
-            found = fits(compiler.compile(make(source)), tokenizer, text)
+            verdict = fits(compiler.compile(make(source)), tokenizer, text)
         except RequestError:
             counts["grammar refused"] += 1
             continue
-        wrong = "invalid accepted" if found else "valid refused"
-        counts["right" if found == valid else wrong] += 1
+        wrong = "invalid accepted" if verdict else "valid refused"
+        counts["right" if verdict == valid else wrong] += 1
     compiler.close()
     return counts
 
@@ -181,12 +181,12 @@ def speed(model: str, tokens: int, requests: int, rounds: int, out: Path | None)
     for name, (prompt, grammar) in SPEED.items():
         row: dict[str, Any] = {"kind": name}
         for rule, bound in (("constrained", grammar), ("free", None)):
-            found: dict[str, list[dict[str, Any]]] = {"on": [], "off": []}
+            runs: dict[str, list[dict[str, Any]]] = {"on": [], "off": []}
             for step in range(rounds):
                 for side in ("on", "off") if step % 2 == 0 else ("off", "on"):
-                    found[side].append(_measure(target, prompt, bound, side, tokens, requests))
-            assert found["on"][0].pop("texts") == found["off"][0].pop("texts"), "not lossless"
-            for side, sides in found.items():
+                    runs[side].append(_measure(target, prompt, bound, side, tokens, requests))
+            assert runs["on"][0].pop("texts") == runs["off"][0].pop("texts"), "not lossless"
+            for side, sides in runs.items():
                 best = min(sides, key=lambda one: one["ms_per_token"])
                 row |= {f"{rule} {side}": {k: v for k, v in best.items() if k != "texts"}}
         rows.append(row)

@@ -77,8 +77,8 @@ class Cache:
             pages = np.array(table.pages, np.int32)
             start = TokenText(prompt), len(prompt), Sampling()
             windows.open(SlotInit(0, *start, cached=table.length, pages=pages, shared=shared))
-        found = table.length
-        steps = [*range(found, len(prompt), CHUNK), *range(len(prompt), len(text), DECODED)]
+        length = table.length
+        steps = [*range(length, len(prompt), CHUNK), *range(len(prompt), len(text), DECODED)]
         for begin, end in pairwise([*steps, len(text)]):
             assert table.reserve(end - begin), "pages ran out"
             if windows is not None:
@@ -87,7 +87,7 @@ class Cache:
         if windows is not None:
             windows.close(0)
         table.release()
-        return found
+        return length
 
 
 def _step(table: PageTable, known: Ints) -> tuple[Plan, TreeBatch]:
@@ -114,17 +114,17 @@ def talks(tokenizer: Tokenizer, edits: int) -> list[list[Turn]]:
 
 def interleaved(talks: Sequence[list[Turn]], at_once: int, turns: int) -> list[Turn]:
     """Return turns of so many conversations, one after another; a new one for each that ends."""
-    left, running, found = deque(talks), deque[deque[Turn]](), list[Turn]()
+    left, running, order = deque(talks), deque[deque[Turn]](), list[Turn]()
     for _ in count():
         while len(running) < at_once and left:
             running.append(deque(left.popleft()))
-        if not running or len(found) == turns:
-            return found
+        if not running or len(order) == turns:
+            return order
         talk = running.popleft()
-        found.append(talk.popleft())
+        order.append(talk.popleft())
         if talk:
             running.append(talk)
-    return found
+    return order
 
 
 def main() -> None:
@@ -144,16 +144,16 @@ def main() -> None:
     sys.stdout.write(f"conversations  tokens   found{named}\n")
     for at_once in options.conversations:
         turns = interleaved(all_talks, at_once, options.turns)
-        found = {}
+        results = {}
         for windows in (0, *options.windows):
             cache = Cache(turns, options.window + 1, options.page_size, windows)
-            found[windows] = sum(cache.run(*turn) for turn in turns)
-        again = {each: 1 - found[each] / found[0] for each in options.windows}
+            results[windows] = sum(cache.run(*turn) for turn in turns)
+        again = {each: 1 - results[each] / results[0] for each in options.windows}
         tokens = sum(len(prompt) for prompt, _ in turns) / len(turns)
         figures = "".join(f"{100 * again[each]:8.1f}" for each in options.windows)
-        sys.stdout.write(f"{at_once:13} {tokens:7.0f} {found[0] / len(turns):7.0f}{figures}\n")
+        sys.stdout.write(f"{at_once:13} {tokens:7.0f} {results[0] / len(turns):7.0f}{figures}\n")
         sys.stdout.flush()
-        facts = {"conversations": at_once, "tokens": tokens, "found": found[0] / len(turns)}
+        facts = {"conversations": at_once, "tokens": tokens, "found": results[0] / len(turns)}
         table.append(facts | {"again": again})
     if options.json:
         keep(options.json, {"settings": vars(options), "table": table})

@@ -57,7 +57,7 @@ def run(verb: str) -> dict[str, object]:
         "minutes": round((time.time() - began) / 60, 1),
         "when": time.strftime("%Y-%m-%d %H:%M", time.localtime(began)),
         "commit": commit,
-        "said": "; ".join(found[1] for line in lines if (found := SUMMARY.match(line))),
+        "said": "; ".join(summary[1] for line in lines if (summary := SUMMARY.match(line))),
     }
 
 

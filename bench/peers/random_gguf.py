@@ -79,34 +79,34 @@ SHAPES = {
 def blocks(random: np.random.Generator, kind: Any, rows: int, columns: int) -> np.ndarray:
     """uint8[rows,bytes]: random bits with scales that make numbers of about .02."""
     size, halves = HALVES[kind]
-    found = random.integers(0, 256, (rows, columns // 256, size), dtype=np.uint8)
+    raw = random.integers(0, 256, (rows, columns // 256, size), dtype=np.uint8)
     scale = 2.5e-5 if kind == KINDS.Q6_K else 8e-5
     for at in halves:
-        value = scale * (7.5 if at else 1) * random.uniform(0.5, 1.5, found.shape[:2])
-        found[..., at : at + 2] = value.astype("<f2")[..., None].view(np.uint8)
-    return found.reshape(rows, -1)
+        value = scale * (7.5 if at else 1) * random.uniform(0.5, 1.5, raw.shape[:2])
+        raw[..., at : at + 2] = value.astype("<f2")[..., None].view(np.uint8)
+    return raw.reshape(rows, -1)
 
 
 def matrices(shape: Shape) -> dict[str, tuple[Any, int, int]]:
     """Name in the file -> kind, rows, columns."""
     few, more = KINDS.Q4_K, KINDS.Q6_K
     hidden, layers = shape.hidden, shape.layers
-    found = {"token_embd": (more if shape.tied else few, shape.vocab, hidden)}
+    shapes = {"token_embd": (more if shape.tied else few, shape.vocab, hidden)}
     if not shape.tied:
-        found["output"] = more, shape.vocab, hidden
+        shapes["output"] = more, shape.vocab, hidden
     for layer in range(layers):
         fine = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
         kind = more if fine else few
         mixer = _recurrent(shape) if shape.recurrent(layer) else _attention(shape, kind)
-        found |= {f"blk.{layer}.{name}": what for name, what in mixer.items()}
-        found |= {
+        shapes |= {f"blk.{layer}.{name}": what for name, what in mixer.items()}
+        shapes |= {
             f"blk.{layer}.ffn_gate": (few, shape.ffn, hidden),
             f"blk.{layer}.ffn_up": (few, shape.ffn, hidden),
             f"blk.{layer}.ffn_down": (kind, hidden, shape.ffn),
         }
         if layer >= layers - shape.predicts:
-            found[f"blk.{layer}.nextn.eh_proj"] = few, hidden, 2 * hidden
-    return found
+            shapes[f"blk.{layer}.nextn.eh_proj"] = few, hidden, 2 * hidden
+    return shapes
 
 
 def _attention(shape: Shape, value: Any) -> dict[str, tuple[Any, int, int]]:
@@ -140,7 +140,7 @@ def _recurrent(shape: Shape) -> dict[str, tuple[Any, int, int]]:
 def vectors(shape: Shape, random: np.random.Generator) -> dict[str, np.ndarray]:
     """Name in the file -> norms of ones, convolutions, and a delta net's decays."""
     ones, lfm = np.ones(shape.hidden, np.float32), shape.arch == "lfm2"
-    found = {"token_embd_norm.weight" if lfm else "output_norm.weight": ones}
+    arrays = {"token_embd_norm.weight" if lfm else "output_norm.weight": ones}
     second = "post_attention_norm" if shape.arch == "qwen35" else "ffn_norm"
     for layer in range(shape.layers):
         own = {f"{name}.weight": ones for name in ("attn_norm", second)}
@@ -159,8 +159,8 @@ def vectors(shape: Shape, random: np.random.Generator) -> dict[str, np.ndarray]:
                 "ssm_a": -random.uniform(1, 16, NET_HEADS).astype(np.float32),
                 "ssm_dt.bias": random.uniform(-6, -2, NET_HEADS).astype(np.float32),
             }
-        found |= {f"blk.{layer}.{name}": array for name, array in own.items()}
-    return found
+        arrays |= {f"blk.{layer}.{name}": array for name, array in own.items()}
+    return arrays
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, words: gguf.GGUFReader, vocab: int) -> None:

@@ -80,13 +80,13 @@ class Pipeline:
                 ask, number = self.waiting.get(), number + 1
                 asked[number] = (ask, self._add(number, ask), ask.tokens)
             self.pipe.step()
-            found = []
+            finished = []
             for key, (_, handle, _) in asked.items():
                 if handle.can_read():
                     pieces = handle.read().values()
-                    found.append((key, [i for piece in pieces for i in piece.generated_ids]))
-            texts = self.tokenizer.decode([ids for _, ids in found]) if found else []
-            for (key, ids), text in zip(found, texts, strict=True):
+                    finished.append((key, [i for piece in pieces for i in piece.generated_ids]))
+            texts = self.tokenizer.decode([ids for _, ids in finished]) if finished else []
+            for (key, ids), text in zip(finished, texts, strict=True):
                 ask, handle, left = asked.pop(key)
                 ask.tell(text or " ", len(ids))
                 if left > len(ids):

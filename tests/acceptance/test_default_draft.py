@@ -72,8 +72,8 @@ def served(target):
     def ask(algorithm, shape, count=8, temperature=0.0, opened=None):
         opened = opened or target
         config = shaped(replace(opened.config, speculative_algorithm=algorithm), shape)
-        done, found = tokens(opened, config, count, temperature)
-        assert found == plain(count, temperature) and len(found) == count
+        done, count_accepted = tokens(opened, config, count, temperature)
+        assert count_accepted == plain(count, temperature) and len(count_accepted) == count
         histogram = drafting(done)
         return mean_length(histogram), agreement(histogram)
 

@@ -110,13 +110,13 @@ def length(target, question, grammar, answers):
     ids=["one", "all"],
 )
 def test_constrained_text_takes_fewer_steps_than_free_text(target, questions, answers, gain):
-    found = {}
+    rates = {}
     for question in questions:
         bound = target.compile(Grammar.json_schema(ASKED[question]))
-        found[question] = (
+        rates[question] = (
             length(target, question, bound, answers),
             length(target, question, None, answers // 2),
         )
-        assert found[question][0] > 1.1 * found[question][1], found
-    gains = [bound / free for bound, free in found.values()]
-    assert sum(gains) / len(gains) > gain, found
+        assert rates[question][0] > 1.1 * rates[question][1], rates
+    gains = [bound / free for bound, free in rates.values()]
+    assert sum(gains) / len(gains) > gain, rates

@@ -27,16 +27,16 @@ def browser():
     if CHROMIUM is None:
         pytest.skip("no chromium in the PATH (Debian: apt-get install chromium)")
     with playwright.sync_playwright() as started:
-        found = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield found
-        found.close()
+        launched = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """A toy that takes 5 ms per step."""
-    with serving(tmp_path_factory.mktemp("browser"), delay=0.005) as found:
-        yield found
+    with serving(tmp_path_factory.mktemp("browser"), delay=0.005) as running:
+        yield running
 
 
 class Page:
@@ -103,10 +103,10 @@ def opened(browser, root, **options):
 @pytest.fixture
 def page(browser, server):
     """A fresh page of the toy's server; fails where the page had an error."""
-    with opened(browser, server.root) as found:
-        yield found
-        assert not found.errors
-        assert not found.outside()
+    with opened(browser, server.root) as view:
+        yield view
+        assert not view.errors
+        assert not view.outside()
 
 
 def streamed(*chunks):
@@ -119,8 +119,8 @@ def findings(page):
     """What axe finds, in words."""
     # It colours while it fades; there is nothing to wait for but the next frame.
     page.evaluate("() => new Promise(requestAnimationFrame)")
-    found = axe_module.Axe().run(page.page).response["violations"]
+    violations = axe_module.Axe().run(page.page).response["violations"]
     return [
         f"{one['id']}: {one['help']}: {[node['target'] for node in one['nodes']][:3]}"
-        for one in found
+        for one in violations
     ]

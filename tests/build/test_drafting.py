@@ -26,13 +26,13 @@ def test_what_train_worked_in_names_its_draft(tmp_path):
 
 def test_auto_is_decided():
     auto = EngineConfig(speculative_num_steps=3, device="cpu")
-    for head, fault, device, found in (
+    for head, fault, device, algorithm in (
         (True, None, "cpu", "EAGLE+NGRAM"), (True, None, "cuda", "EAGLE"),
         (False, None, "cpu", "NGRAM"), (False, None, "cuda", "NGRAM"),
         (True, "broken", "cpu", "OFF"),
     ):  # fmt: skip
         chosen = resolved_drafting(replace(auto, device=device), head, fault)
-        assert chosen.speculative_algorithm == found
+        assert chosen.speculative_algorithm == algorithm
         assert (chosen.speculative_num_steps, chosen.speculative_num_draft_tokens) == (3, 4)
     wide = replace(auto, speculative_eagle_topk=4)
     assert resolved_drafting(wide, True, None).draft_shape.width == 4
@@ -61,9 +61,9 @@ def test_a_gguf_file_is_a_draft_whatever_its_name(tmp_path):
     """Those of Ollama have no ending."""
     (tmp_path / "sha256-0f").write_bytes(b"GGUF" + bytes(20))
     (tmp_path / "notes").write_bytes(b"else" + bytes(20))
-    for name, found in (("sha256-0f", "STANDALONE+NGRAM"), ("notes", "AUTO")):
+    for name, algorithm in (("sha256-0f", "STANDALONE+NGRAM"), ("notes", "AUTO")):
         draft = {"speculative_draft_model_path": str(tmp_path / name)}
-        assert automatic(device="cpu", **draft) == found
+        assert automatic(device="cpu", **draft) == algorithm
 
 
 def test_the_start_says_what_drafts_and_why():
@@ -86,16 +86,16 @@ def test_the_start_says_what_drafts_and_why():
     said = EngineConfig(model="m", speculative_algorithm="NGRAM")
     assert drafting_sentence(said, ngram, False, None).endswith("(as requested)")
     said = replace(said, speculative_algorithm="EAGLE3")
-    found = replace(said, speculative_draft_model_path="folder")
-    told = drafting_sentence(said, found, False, None)
+    with_draft = replace(said, speculative_draft_model_path="folder")
+    told = drafting_sentence(said, with_draft, False, None)
     assert "(as requested, by the draft that comes with the model; chains of 8" in told
     assert "SGLang's trees are --speculative-num-steps 5" in told
-    mapped = replace(found, speculative_token_map="map.json")
+    mapped = replace(with_draft, speculative_token_map="map.json")
     assert "; of the tokens in map.json)" in drafting_sentence(mapped, mapped, False, None)
     for size in ({"speculative_num_steps": 3}, {"speculative_eagle_topk": 2}):
-        sized = replace(found, **size)
+        sized = replace(with_draft, **size)
         assert drafting_sentence(sized, sized, False, None).endswith("(as requested, by folder)")
-    naive = replace(found, speculative_algorithm="NAIVE_EAGLE", device="cpu")
+    naive = replace(with_draft, speculative_algorithm="NAIVE_EAGLE", device="cpu")
     assert "--policy fixed drafts always)" in drafting_sentence(naive, naive, False, None)
     for other in ({"policy": "fixed"}, {"device": "cuda"}):
         elsewhere = replace(naive, **other)

@@ -55,8 +55,8 @@ def test_an_editable_installation_compiles_in_place(checkout, monkeypatch, compi
     hook = made(str(checkout), {}, None, None, "", "wheel")
     hook.initialize("editable", {})
     hook.finalize("editable", {}, "")
-    found = (checkout / CORE).read_text() if (checkout / CORE).exists() else None
-    assert found == left, "better none than one of other sources"
+    library = (checkout / CORE).read_text() if (checkout / CORE).exists() else None
+    assert library == left, "better none than one of other sources"
 
 
 def test_what_tools_leave_behind_is_no_part_of_an_archive():

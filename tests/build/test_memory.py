@@ -206,5 +206,5 @@ def allocated():
     """
     ask = ctypes.CDLL(None).mallinfo2
     ask.restype = Allocated
-    found = ask()
-    return found.uordblks + found.hblkhd
+    result = ask()
+    return result.uordblks + result.hblkhd

@@ -99,8 +99,8 @@ def test_layers_with_a_window_give_pages_back_beside_a_store(tmp_path, executor)
     assert cached == 0
     config = replace(config, kv_store=str(tmp_path / "kv"))
     for expected in (0, 1088):
-        cached, found, _, stats = served(config, start=(start := {}))
-        assert (cached, found, stats.store.hits) == (expected, text, bool(expected))
+        cached, tokens, _, stats = served(config, start=(start := {}))
+        assert (cached, tokens, stats.store.hits) == (expected, text, bool(expected))
         assert "for the last 25 tokens" in start["memory"]
 
 

@@ -129,10 +129,10 @@ def test_an_engine_made_to_be_measured_has_the_kept_table(cache, monkeypatch):
         for changes in ({}, {"speculative_ngram_text": False}, {"speculative_algorithm": "OFF"}):
             make_engine(bare, replace(bare.config, **changes)).shutdown()
         assert len(used) == 1 and used[0].contexts > 1000
-        found = []
-        made = text_table_of(bare, found.append)
+        tables = []
+        made = text_table_of(bare, tables.append)
         made.wait()
-        assert not made.counting and len(found) == 1
+        assert not made.counting and len(tables) == 1
     assert not open_target_config("none").speculative_ngram_text
 
 

@@ -124,14 +124,14 @@ def ask_again(engine: Engine, rounds: list[list[Said]], seed: int, at_once: int)
     """
     everything = [one for said in rounds for one in said]
     order = np.random.default_rng(seed).permutation(len(everything))
-    found = 0
+    reused = 0
     for first in range(0, len(order), at_once):
         chosen = [everything[place] for place in order[first : first + at_once]]
         again = ask(engine, [(one.prompt, one.options) for one in chosen])
         for before, now in zip(chosen, again, strict=True):
             assert now.answer == before.answer, (before, now)
-            found += now.cached
-    return len(order), found
+            reused += now.cached
+    return len(order), reused
 
 
 def letters(random: np.random.Generator, kind: str) -> list[int]:

@@ -274,14 +274,14 @@ def main() -> int:
         return 0
     if asked.reader:
         fuzz(asked.reader, round(60 * asked.minutes), asked.runs)
-    found = []
+    faults = []
     for name in READERS:
         command = [sys.executable, "-m", "tests.chaos.coverage_fuzz", name]
         options = ["--minutes", str(asked.minutes), "--runs", str(asked.runs)]
         if subprocess.run([*command, *options], check=False).returncode:
-            found.append(name)
-    print(f"readers with findings: {', '.join(found) or 'none'} (inputs in {OUT})")
-    return bool(found)
+            faults.append(name)
+    print(f"readers with findings: {', '.join(faults) or 'none'} (inputs in {OUT})")
+    return bool(faults)
 
 
 if __name__ == "__main__":

@@ -85,18 +85,18 @@ class Mutant:
 
 def annotations(source: str) -> set[tuple[int, int]]:
     """Where annotations begin and everything inside them: types are mypy's business."""
-    found: set[tuple[int, int]] = set()
+    spans: set[tuple[int, int]] = set()
     for node in ast.walk(ast.parse(source)):
         for name in ("annotation", "returns"):
             child = getattr(node, name, None)
             if isinstance(child, ast.AST):
-                found |= {(n.lineno, n.col_offset) for n in ast.walk(child) if hasattr(n, "lineno")}
-                found |= {
+                spans |= {(n.lineno, n.col_offset) for n in ast.walk(child) if hasattr(n, "lineno")}
+                spans |= {
                     (child.end_lineno, column)
                     for column in range(child.col_offset, child.end_col_offset)
                     if child.end_lineno == child.lineno
                 }
-    return found
+    return spans
 
 
 def mutants(path: str) -> list[Mutant]:

@@ -48,9 +48,9 @@ class Phases:
 
     def load(self, start, told):
         """As load_started."""
-        found = load_started(start, told)
+        loaded = load_started(start, told)
         self.loaded = True
-        return found
+        return loaded
 
 
 def main(path: str, phase: str, connection: str) -> int:

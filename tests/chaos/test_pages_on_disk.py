@@ -87,7 +87,7 @@ def size(folder):
 
 @pytest.mark.parametrize("servers", [1, 2])
 def test_killed_while_writing(tmp_path, right, servers):
-    chance, folder, found = random.Random(servers), tmp_path / "kv", 0
+    chance, folder, reused = random.Random(servers), tmp_path / "kv", 0
     for _ in range(6):
         children = [Child(folder) for _ in range(servers)]
         for _ in range(4):
@@ -97,7 +97,7 @@ def test_killed_while_writing(tmp_path, right, servers):
             for child, number in zip(children, numbers, strict=True):
                 text, cached = child.receive()
                 assert text == right[number]
-                found += cached
+                reused += cached
             assert size(folder) <= LIMIT
         for child, number in zip(children, numbers, strict=True):
             child.send((number + 1) % TEXTS)
@@ -108,7 +108,7 @@ def test_killed_while_writing(tmp_path, right, servers):
     last = Child(folder)
     last.send(number)
     text, cached = last.receive()
-    assert text == right[number] and found
+    assert text == right[number] and reused
     last.close()
     assert size(folder) <= LIMIT
     again = Child(folder)

@@ -116,9 +116,9 @@ def entries(logprobs):
 def whole(server, route, body):
     answer = server.post(route, {key: body[key] for key in body if key != "stream_options"})
     assert answer.status_code == 200, (answer.text, body)
-    found = answer.json()
-    choices = {choice["index"]: plain(choice) for choice in found["choices"]}
-    return choices, counts(found["usage"])
+    reply = answer.json()
+    choices = {choice["index"]: plain(choice) for choice in reply["choices"]}
+    return choices, counts(reply["usage"])
 
 
 def counts(usage):

@@ -41,15 +41,15 @@ def test_every_request_is_answered_once(files, capsys):
     assert run("--json") == 1
     report = json.loads(capsys.readouterr().out)
     assert (report["requests"], report["answered"], report["failed"]) == (4, 3, 1)
-    found = read()
-    assert found.keys() == {"a", "b", "c", "d"} and len({x["id"] for x in found.values()}) == 4
-    answer = found["a"]["response"]
-    assert answer["status_code"] == 200 and answer["request_id"] and found["a"]["error"] is None
+    answers = read()
+    assert answers.keys() == {"a", "b", "c", "d"} and len({x["id"] for x in answers.values()}) == 4
+    answer = answers["a"]["response"]
+    assert answer["status_code"] == 200 and answer["request_id"] and answers["a"]["error"] is None
     assert len(answer["body"]["choices"][0]["message"]["content"]) == 6
-    assert len(found["b"]["response"]["body"]["choices"]) == 2
-    assert found["c"]["response"]["body"]["choices"][0]["text"] == "dje"
-    assert found["d"]["response"]["status_code"] == 400
-    assert found["d"]["response"]["body"]["error"]["param"] == "temperature"
+    assert len(answers["b"]["response"]["body"]["choices"]) == 2
+    assert answers["c"]["response"]["body"]["choices"][0]["text"] == "dje"
+    assert answers["d"]["response"]["status_code"] == 400
+    assert answers["d"]["response"]["body"]["error"]["param"] == "temperature"
 
 
 def test_it_goes_on_where_it_was_stopped(files, capsys):
@@ -99,10 +99,10 @@ def test_half_a_surrogate_pair_stops_no_other_line(files):
         line("z"),
     )
     assert run() == 1
-    found = read()
-    statuses = {name: one["response"]["status_code"] for name, one in found.items()}
+    answers = read()
+    statuses = {name: one["response"]["status_code"] for name, one in answers.items()}
     assert statuses == {"\ud83d": 200, "a": 400, "z": 200}
-    assert "surrogate" in found["a"]["response"]["body"]["error"]["message"]
+    assert "surrogate" in answers["a"]["response"]["body"]["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -181,12 +181,12 @@ def test_a_line_that_is_no_request_keeps_no_other_from_its_answer(
         report = json.loads(told.out)
         assert (report["requests"], report["answered"], report["failed"]) == (3, 2, 1)
         assert f"line 2: {problem}" in told.err
-        found = [json.loads(one) for one in target.read_text().splitlines()]
-        assert len(found) == 3
-        (refused,) = [one for one in found if one["error"]]
+        answers = [json.loads(one) for one in target.read_text().splitlines()]
+        assert len(answers) == 3
+        (refused,) = [one for one in answers if one["error"]]
         assert (refused["custom_id"], refused["response"]) == (name, None)
         assert refused["error"]["line"] == 2 and problem in refused["error"]["message"]
-        good = {one["custom_id"] for one in found if one["response"]}
+        good = {one["custom_id"] for one in answers if one["response"]}
         assert good == {"good", "last"}  # In the order in which they end.
 
 

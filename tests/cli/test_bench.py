@@ -248,9 +248,9 @@ def test_interrupted_it_shows_the_repeats_that_are_whole(whole, levels, capsys, 
     with scripted() as (_, url):
         assert main(["bench", "--url", url, *line, "--max-tokens", "2"]) == INTERRUPTED
     out = capsys.readouterr().out
-    found = json.loads(out)["levels"] if out else []
-    assert [level["at_once"] for level in found] == levels
-    assert all(level["requests"] == 4 for level in found)
+    shown = json.loads(out)["levels"] if out else []
+    assert [level["at_once"] for level in shown] == levels
+    assert all(level["requests"] == 4 for level in shown)
     runs = [f", run {number} of 12" for number in range(1, whole + 1)]
     assert [what for what in dict.fromkeys(told) if not what.endswith(tuple(runs))] == []
 

@@ -101,9 +101,9 @@ def test_speculation_and_none_in_pairs(asked, tmp_path, adversary):
     out, more = tmp_path / "out.json", ["--adversary"] * adversary
     asked(2, "--model", "toy", "--rounds", 2, "--prompts", 1, "--tokens", 8, "--out", out, *more)
     assert never_slower.main() == 0
-    found = json.loads(out.read_text())
-    assert found["same_tokens"] and found["machine"] and found["command"][1] == "2"
-    (row,) = found["rows"]
+    report = json.loads(out.read_text())
+    assert report["same_tokens"] and report["machine"] and report["command"][1] == "2"
+    (row,) = report["rows"]
     assert len(row["ratios"]) == 2
     assert not adversary or row["tokens_per_step"] == 1.0
 
@@ -219,9 +219,9 @@ def test_spread_takes_what_was_asked_or_refuses():
 )  # fmt: skip
 def test_ranks_are_those_of_the_tables(count, ranks, confidence):
     values = [float(value) for value in range(count, 0, -1)]
-    found = median_interval(values)
-    assert (found.low, found.high) == ranks and found.middle == (count + 1) / 2
-    assert found.confidence == pytest.approx(confidence)
+    interval = median_interval(values)
+    assert (interval.low, interval.high) == ranks and interval.middle == (count + 1) / 2
+    assert interval.confidence == pytest.approx(confidence)
 
 
 def test_nothing_has_no_median():

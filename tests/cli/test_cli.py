@@ -303,8 +303,8 @@ def test_doctor_names_the_models_that_forerun_list_has(capsys, monkeypatch, tmp_
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(huggingface, "cached", list)
     main(["doctor", "--json", "--no-torch"])
-    found = json.loads(capsys.readouterr().out)["cache"]["models"]
-    assert found == {"smollm2-135m": model.size}
+    models = json.loads(capsys.readouterr().out)["cache"]["models"]
+    assert models == {"smollm2-135m": model.size}
 
 
 def test_help_loads_nothing_heavy_and_little():

@@ -39,8 +39,8 @@ def test_bash_completes(words, wanted, capsys, tmp_path):
         f"source {tmp_path}/complete; COMP_WORDS=({listed}); COMP_CWORD={len(words) - 1}; "
         "f=$(complete -p forerun | sed 's/.*-F \\([^ ]*\\).*/\\1/'); $f; echo ${COMPREPLY[@]}"
     )
-    found = subprocess.run(["bash", "-c", line], check=True, capture_output=True, text=True)
-    assert sorted(found.stdout.split()) == sorted(wanted.split())
+    done = subprocess.run(["bash", "-c", line], check=True, capture_output=True, text=True)
+    assert sorted(done.stdout.split()) == sorted(wanted.split())
 
 
 def test_the_parser_of_one_command_is_that_of_the_whole_command_line():

@@ -18,8 +18,8 @@ def documents(name):
 
 def container():
     """The container of kubernetes.yaml, and the pod around it."""
-    (found,) = [one for one in documents("kubernetes.yaml") if one["kind"] == "Deployment"]
-    pod = found["spec"]["template"]["spec"]
+    (deployment,) = [one for one in documents("kubernetes.yaml") if one["kind"] == "Deployment"]
+    pod = deployment["spec"]["template"]["spec"]
     return pod["containers"][0], pod
 
 

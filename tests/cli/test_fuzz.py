@@ -80,13 +80,13 @@ def test_a_planted_fault_is_found_and_run_again(monkeypatch, capsys):
     # With the n-gram cache a request may be drafted for because another one ended before.
     line += ["--speculative-ngram-capacity", "0", "--json"]
     assert main([*line, "--cases", "300"]) == 1
-    found = json.loads(capsys.readouterr().out)["failure"]
-    assert found["what"].startswith("request ") and found["number"] > 1
-    assert main([*line, "--case", str(found["number"])]) == 1
+    failure = json.loads(capsys.readouterr().out)["failure"]
+    assert failure["what"].startswith("request ") and failure["number"] > 1
+    assert main([*line, "--case", str(failure["number"])]) == 1
     again = json.loads(capsys.readouterr().out)
-    assert again["cases"] == 1 and again["failure"] == found
+    assert again["cases"] == 1 and again["failure"] == failure
     monkeypatch.undo()
-    main([*line, "--case", str(found["number"])])
+    main([*line, "--case", str(failure["number"])])
     assert json.loads(capsys.readouterr().out)["failure"] is None
 
 

@@ -28,13 +28,13 @@ def parts_of(command):
     """Words of every simple command of a line, without its redirections and its variables."""
     lexer = shlex.shlex(command.replace("2>&1", ""), posix=True, punctuation_chars=True)
     lexer.whitespace_split = True
-    found, words = [], []
+    commands, words = [], []
     for word in lexer:
         if set(word) <= set(";&|<>()"):
-            found, words = [*found, words], []
+            commands, words = [*commands, words], []
         else:
             words.append(word)
-    return [words for words in [*found, words] if words]
+    return [words for words in [*commands, words] if words]
 
 
 def test_there_are_five_and_a_machine_takes_them():
@@ -83,12 +83,12 @@ def test_the_8b_calls_run_with_captures(what, monkeypatch, tmp_path):
     command = ["gpu.py", what, "--device", "cpu", "--shape", "tiny", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", command)
     assert gpu.main() == 0
-    found = json.loads((tmp_path / f"{what}.json").read_text())
-    assert found["errors"] == {}
+    report = json.loads((tmp_path / f"{what}.json").read_text())
+    assert report["errors"] == {}
     if what == "formats":
-        assert found["float8, pages same"]["1 rows, replay_ms"] > 0
+        assert report["float8, pages same"]["1 rows, replay_ms"] > 0
         return
-    points = [entry for name, entry in found.items() if "(" in name]
+    points = [entry for name, entry in report.items() if "(" in name]
     assert len(points) > 8
     for entry in points:
         assert entry["replay_ms"] > 0 and entry["step_ms"] > 0, entry
@@ -108,10 +108,10 @@ def test_engines_of_random_weights_run(what, monkeypatch, tmp_path):
     before = built.open_model
     assert large_engine.main() == 0
     assert built.open_model is before
-    found = json.loads((tmp_path / f"{what}.json").read_text())
-    assert found["errors"] == {}
+    report = json.loads((tmp_path / f"{what}.json").read_text())
+    assert report["errors"] == {}
     if what == "wrong":
-        assert found["head, 2 streams"]["texts that differ"] == 0
-        assert found["head, 2 streams"]["tokens per step"] < 1.2
+        assert report["head, 2 streams"]["texts that differ"] == 0
+        assert report["head, 2 streams"]["tokens per step"] < 1.2
     else:
-        assert found["triton, tokens/s"]["least"] > 0
+        assert report["triton, tokens/s"]["least"] > 0

@@ -129,9 +129,9 @@ def test_others_names_set_our_fields(line, values):
 
 def test_llama_cpps_switches_of_the_server():
     line = "--no-webui -v --slots --props --metrics --api-key a,b -a x,y"
-    found = server(*line.split())
-    assert (found.ui, found.log_level) == (False, "debug")
-    assert (found.api_keys, found.served_name) == (("a", "b"), ("x", "y"))
+    config = server(*line.split())
+    assert (config.ui, config.log_level) == (False, "debug")
+    assert (config.api_keys, config.served_name) == (("a", "b"), ("x", "y"))
     assert server("--log-disable").log_level == "critical"
 
 
@@ -196,9 +196,9 @@ SEEDS = [
 
 @pytest.mark.parametrize("line", SEEDS)
 def test_command_lines_of_others_are_taken(line, caplog):
-    found = engine(*line.split())
+    config = engine(*line.split())
     words = line.replace("=", " ").split()
-    assert found.model == words[1] and server(*line.split())
+    assert config.model == words[1] and server(*line.split())
     if "--trust-remote-code" in words:
         assert "--trust-remote-code changes nothing here: no code" in caplog.text
     if "fa3" in words:
@@ -328,8 +328,8 @@ def test_a_tree_that_cannot_be_is_explained_with_numbers():
 
 def test_what_is_not_said_of_a_tree_goes_with_what_is():
     def shape(*asked):
-        found = algorithms.draft_shape(*asked)
-        return found.depth, found.width, found.nodes + 1
+        draft_shape = algorithms.draft_shape(*asked)
+        return draft_shape.depth, draft_shape.width, draft_shape.nodes + 1
 
     assert shape(None, None, None) == (8, 1, 9)
     assert not EngineConfig(speculative_algorithm="off", speculative_token_map="m").speculates
@@ -367,9 +367,9 @@ def test_flag_before_environment_before_file_before_profile_before_default(tmp_p
     assert resolved.info["profile"] is None and resolved.config.policy == "fixed"
     tuned.save(resolved.config, Setting("NGRAM", 4, 3, "adaptive"), {})
     with_profile, with_flag = load(config), load(replace(config, speculative_num_steps=2))
-    for loaded, found in ((with_profile, (3, "adaptive")), (with_flag, (2, "fixed"))):
+    for loaded, values in ((with_profile, (3, "adaptive")), (with_flag, (2, "fixed"))):
         loaded.close()
-        assert (loaded.config.speculative_num_steps, loaded.config.policy) == found
+        assert (loaded.config.speculative_num_steps, loaded.config.policy) == values
 
 
 _TWICE = [f", &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)]
@@ -416,10 +416,10 @@ def test_a_value_of_a_file_is_as_it_was_written(tmp_path):
         "port: 08000\nui: no\nspeculative-config: {num_speculative_tokens: 3}\nhost:\n"
         "served-name: *name\nspeculative-algorithm: OFF\nkv_tokens: 4K\n"
     )
-    found = server("--config", str(file))
-    assert found.api_keys == ("007", "1.10", "null", "2026-01-01")
-    assert (found.reasoning_end, found.port, found.ui) == ("off", 8000, False)
-    assert (found.host, found.served_name) == ("127.0.0.1", ("toy",))
+    config = server("--config", str(file))
+    assert config.api_keys == ("007", "1.10", "null", "2026-01-01")
+    assert (config.reasoning_end, config.port, config.ui) == ("off", 8000, False)
+    assert (config.host, config.served_name) == ("127.0.0.1", ("toy",))
     ours = engine("--config", str(file))
     assert (ours.speculative_algorithm, ours.speculative_num_steps) == ("OFF", 3)
     assert ours.kv_tokens == 4096

@@ -29,24 +29,24 @@ CARD = ("--device", "cuda", "--device-memory", "96")
 
 def test_a_shape_on_two_devices(capsys):
     """No device is there, and torch is not asked for one."""
-    found = planned(capsys, "llama-3-70b", "--tp-size", "2", *CARD)
+    plan = planned(capsys, "llama-3-70b", "--tp-size", "2", *CARD)
     arch = SHAPES["llama-3-70b"]
-    assert found["devices"] == 2 and found["fits"] and not found["weights_from_files"]
+    assert plan["devices"] == 2 and plan["fits"] and not plan["weights_from_files"]
     half = TensorParallel(0, 2).parameters(arch) * 2
-    assert abs(found["weights_bytes"] - half) < 1e-3 * half
-    assert found["cache_bytes_per_1k_tokens"] == 1000 * 80 * 2 * 4 * 128 * 2
-    used = sum(found[f"{part}_bytes"] for part in ("weights", "scratch", "graph", "cache"))
+    assert abs(plan["weights_bytes"] - half) < 1e-3 * half
+    assert plan["cache_bytes_per_1k_tokens"] == 1000 * 80 * 2 * 4 * 128 * 2
+    used = sum(plan[f"{part}_bytes"] for part in ("weights", "scratch", "graph", "cache"))
     assert (
-        found["graph_bytes"] > 0
-        and used <= 0.88 * 96 * 2**30 < used + 2 * found["cache_bytes_per_1k_tokens"]
+        plan["graph_bytes"] > 0
+        and used <= 0.88 * 96 * 2**30 < used + 2 * plan["cache_bytes_per_1k_tokens"]
     )
 
 
 def test_a_gpu_elsewhere_is_planned_for_without_torch(capsys, monkeypatch):
     for module in (registry, device):
         monkeypatch.setattr(module, "find_spec", lambda name: None)
-    found = planned(capsys, "llama-3-70b", "--tp-size", "2", *CARD)
-    assert found["executor"] == "torch"
+    plan = planned(capsys, "llama-3-70b", "--tp-size", "2", *CARD)
+    assert plan["executor"] == "torch"
 
 
 def test_the_seeds_models_have_the_room_that_the_docs_say(capsys):
@@ -57,17 +57,17 @@ def test_the_seeds_models_have_the_room_that_the_docs_say(capsys):
     above = re.search(r"^ +forerun plan (llama-3-70b .*)$", page, re.M).group(1)
     for words, room in rows:
         line = above if words == "as above" else words.strip("`")
-        found = planned(capsys, *line.split())
-        assert f"{found['cache_tokens']:,}" == room, line
-        assert found["device"] == "cuda"
+        plan = planned(capsys, *line.split())
+        assert f"{plan['cache_tokens']:,}" == room, line
+        assert plan["device"] == "cuda"
 
 
 def test_jax_counts_its_devices_together(capsys):
     """A model that one of them has no room for is divided over four."""
     words = ("llama-3.1-8b", "--executor", "jax", "--device", "tpu")
     words += ("--device-memory", "16", "--tp-size", "4")
-    found = planned(capsys, *words)
-    assert found["fits"] and found["memory_bytes"] == 4 * 16 << 30
+    plan = planned(capsys, *words)
+    assert plan["fits"] and plan["memory_bytes"] == 4 * 16 << 30
     assert main(["plan", *words]) == 0
     told = " ".join(capsys.readouterr().out.split())
     assert "68.7 GB on 4 devices together" in told and "on each of" not in told
@@ -82,12 +82,12 @@ def test_memory_of_a_device_is_a_gpus_unless_another_is_named(capsys):
 
 def test_keys_and_values_in_blocks_are_counted(capsys):
     words = ("tiny", "--device-memory", "8")
-    found = [planned(capsys, *words, "--kv-dtype", kind) for kind in ("q8_0", "same")]
-    assert [each["device"] for each in found] == ["cpu", "cuda"]
+    plans = [planned(capsys, *words, "--kv-dtype", kind) for kind in ("q8_0", "same")]
+    assert [each["device"] for each in plans] == ["cpu", "cuda"]
     arch = SHAPES["tiny"]
     heads = 2 * arch.layers * arch.kv_heads
     row = arch.head_size + 2 * -(-arch.head_size // 32)
-    assert found[0]["cache_bytes_per_1k_tokens"] == 1000 * heads * row
+    assert plans[0]["cache_bytes_per_1k_tokens"] == 1000 * heads * row
     assert main(["plan", *words, "--kv-dtype", "q8_0"]) == 0
     assert "for 1,000 tokens in q8_0" in capsys.readouterr().out
 
@@ -100,12 +100,12 @@ def test_recurrent_states_are_counted(capsys, tmp_path):
     words = ["--model", str(tmp_path), "--max-sequences", "4", "--executor"]
     core = planned(capsys, *words, "cpu")
     words.append("torch")
-    found = planned(capsys, *words, "--device", "cpu", "--dtype", "float32")
+    plan = planned(capsys, *words, "--device", "cpu", "--dtype", "float32")
     for counted in ("checkpoints", "state_bytes"):
-        assert core[counted] == found[counted]
+        assert core[counted] == plan[counted]
     state = 4 * 3 * (32 * 128 * 128 + 3 * 8192)
-    assert (found["checkpoints"], found["state_bytes"]) == (8, 12 * state)
-    assert found["cache_bytes_per_1k_tokens"] == 1000 * 4 * 2 * 2 * 16, "one layer of four attends"
+    assert (plan["checkpoints"], plan["state_bytes"]) == (8, 12 * state)
+    assert plan["cache_bytes_per_1k_tokens"] == 1000 * 4 * 2 * 2 * 16, "one layer of four attends"
     assert main(["plan", *words, "--device", "cpu", "--dtype", "float32"]) == 0
     assert f"{human(state)} for each of 4 sequences, and 8 checkpoints" in " ".join(
         capsys.readouterr().out.split()
@@ -124,13 +124,13 @@ def test_windows_take_what_they_see(capsys, tmp_path):
     whole, near = 3 * 2 * 256 * 2, 15 * 2 * 256 * 2
     each = -(-(513 + 64) // 16) + 3
     for sequences, windows in ((1, 8 * each), (9, 9 * each), (64, 1024)):
-        found = planned(capsys, *words, "--max-sequences", str(sequences))
+        plan = planned(capsys, *words, "--max-sequences", str(sequences))
         stored = "--kv-store", str(tmp_path / "kv"), "--max-sequences", str(sequences)
-        assert found == planned(capsys, *words, *stored)
-        assert found["cache_tokens"] == 32768 and found["context"] == 32768
-        assert found["window_bytes"] == (windows + 32) * 16 * near
-        assert found["cache_bytes"] == 32768 * whole + found["window_bytes"]
-        assert found["cache_bytes_per_1k_tokens"] == 1000 * whole
+        assert plan == planned(capsys, *words, *stored)
+        assert plan["cache_tokens"] == 32768 and plan["context"] == 32768
+        assert plan["window_bytes"] == (windows + 32) * 16 * near
+        assert plan["cache_bytes"] == 32768 * whole + plan["window_bytes"]
+        assert plan["cache_bytes_per_1k_tokens"] == 1000 * whole
     assert main(["plan", *words, "--max-sequences", "1"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "86.5 MB of the cache, for the last 513 tokens of each sequence" in said
@@ -144,10 +144,10 @@ def test_windows_leave_a_device_to_many_sequences(capsys, tmp_path):
     words += ["--dtype", "float32", "--chunked-prefill-size", "512"]
     each = -(-(513 + 64) // 16) + 3
     for sequences, windows in ((2, 2), (64, 16)):
-        found = planned(capsys, *words, "--max-sequences", str(sequences))
-        assert found["window_bytes"] == (windows * each + 32) * 16 * 15 * 2 * 256 * 4
-        kept = found["cache_bytes"] // (18 * 2 * 256 * 4)  # Tokens, if every page were.
-        assert found["cache_tokens"] > kept > 16 * 513
+        plan = planned(capsys, *words, "--max-sequences", str(sequences))
+        assert plan["window_bytes"] == (windows * each + 32) * 16 * 15 * 2 * 256 * 4
+        kept = plan["cache_bytes"] // (18 * 2 * 256 * 4)  # Tokens, if every page were.
+        assert plan["cache_tokens"] > kept > 16 * 513
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -159,8 +159,8 @@ def test_windows_take_as_much_in_torch(capsys, tmp_path, device):
     words += ["--kv-tokens", "32768", "--chunked-prefill-size", "512"]
     near, each = 15 * 2 * 256 * 4, -(-(513 + 64) // 16) + 3
     for size in ("1", "2"):  # The only key/value head is on every rank.
-        found = planned(capsys, *words, "--tp-size", size)
-        assert found["window_bytes"] == (8 * each + 32) * 16 * near
+        plan = planned(capsys, *words, "--tp-size", size)
+        assert plan["window_bytes"] == (8 * each + 32) * 16 * near
     jax = planned(capsys, *words, "--executor", "jax", "--device", "cpu")
     assert jax["window_bytes"] == (8 * each + 32) * 16 * near
 
@@ -168,9 +168,9 @@ def test_windows_take_as_much_in_torch(capsys, tmp_path, device):
 def test_windows_leave_memory_for_longer_contexts(capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(tiny.config("gemma3_text", **GEMMA).to_dict()))
     words = ["--model", str(tmp_path), "--dtype", "q8_0", "--device-memory", "1.3"]
-    found = planned(capsys, *words)
-    kept = found["cache_bytes"] // (18 * 2 * 256 * 2)  # Tokens, if every page were.
-    assert found["cache_tokens"] == 32768 > 2 * kept
+    plan = planned(capsys, *words)
+    kept = plan["cache_bytes"] // (18 * 2 * 256 * 2)  # Tokens, if every page were.
+    assert plan["cache_tokens"] == 32768 > 2 * kept
 
 
 def test_the_targets_own_layers_are_counted(capsys, tmp_path):
@@ -194,9 +194,9 @@ def test_what_captured_rounds_take_is_told(capsys):
     assert eager["graph_bytes"] == 0
     assert captured["graph_bytes"] == 512 * 4 * (4 * arch.hidden + 3 * arch.ffn + arch.vocab)
     room = 0.88 * 96 * 2**30
-    for found in (captured, eager):
+    for plan in (captured, eager):
         parts = ("weights_bytes", "scratch_bytes", "graph_bytes", "cache_bytes")
-        assert sum(found[part] for part in parts) <= room
+        assert sum(plan[part] for part in parts) <= room
 
 
 def test_what_does_not_fit_says_so_behind_its_table(capsys):
@@ -217,9 +217,9 @@ def test_the_home_of_an_unknown_user_is_a_sentence(words, capsys):
 
 def test_float8_takes_one_byte_but_for_embedding_and_head(capsys):
     arch = SHAPES["llama-3.1-8b"]
-    found = planned(capsys, "llama-3.1-8b", "--dtype", "float8", *CARD)
+    plan = planned(capsys, "llama-3.1-8b", "--dtype", "float8", *CARD)
     embedding = 2 * arch.vocab * arch.hidden
-    assert found["weights_bytes"] == arch.parameters + embedding
+    assert plan["weights_bytes"] == arch.parameters + embedding
 
 
 def test_parameters_are_the_published_ones():
@@ -230,9 +230,9 @@ def test_parameters_are_the_published_ones():
 
 def test_a_folder_of_which_only_the_configuration_is_there(capsys, tmp_path):
     tiny.config("llama").save_pretrained(tmp_path)
-    found = planned(capsys, str(tmp_path), *CARD)
-    assert found["model"] == tmp_path.name
-    assert found["weights_bytes"] == 2 * found["parameters"]
+    plan = planned(capsys, str(tmp_path), *CARD)
+    assert plan["model"] == tmp_path.name
+    assert plan["weights_bytes"] == 2 * plan["parameters"]
 
 
 def test_a_folder_with_its_weights(capsys, tmp_path):
@@ -262,16 +262,16 @@ def test_what_cannot_be_planned_is_said_in_a_sentence(capsys, words, said):
 def test_a_whole_model_that_drafts_is_counted_from_its_configuration(capsys, tmp_path):
     tiny.config("llama").save_pretrained(tmp_path)
     words = ("tiny", "--speculative-algorithm", "STANDALONE", *DRAFT)
-    found = planned(capsys, *words, str(tmp_path), *CARD)
+    plan = planned(capsys, *words, str(tmp_path), *CARD)
     alone = planned(capsys, "tiny", *CARD)
     small = planned(capsys, str(tmp_path), *CARD)
-    assert found["draft_bytes"] == small["weights_bytes"]
-    assert found["weights_bytes"] == alone["weights_bytes"]
+    assert plan["draft_bytes"] == small["weights_bytes"]
+    assert plan["weights_bytes"] == alone["weights_bytes"]
     each = small["cache_bytes_per_1k_tokens"] + alone["cache_bytes_per_1k_tokens"]
-    assert found["cache_bytes_per_1k_tokens"] == each
+    assert plan["cache_bytes_per_1k_tokens"] == each
     tiny.save_folder(tiny.model("llama"), tmp_path)  # Of AUTO the tensors say it.
     auto = planned(capsys, "tiny", *DRAFT, str(tmp_path), *CARD)
-    assert auto["draft_bytes"] == found["draft_bytes"]
+    assert auto["draft_bytes"] == plan["draft_bytes"]
 
 
 @pytest.mark.model
@@ -280,10 +280,10 @@ def test_a_draft_in_a_file_or_built_in_is_counted_as_it_runs(capsys, monkeypatch
     target = "smollm2-135m"
     alone, file = planned(capsys, target), str(Path(open_model(target).checkpoint.path))
     for words in (("--speculative-algorithm", "STANDALONE", *DRAFT, target), (*DRAFT, file)):
-        found = planned(capsys, target, *words)
+        plan = planned(capsys, target, *words)
         bytes_at_most = alone["parameters"] * 34 / 32
-        assert found["draft_bytes"] == pytest.approx(bytes_at_most, rel=0.01)
+        assert plan["draft_bytes"] == pytest.approx(bytes_at_most, rel=0.01)
     assert alone["draft_bytes"] == 0
     monkeypatch.setattr(small_draft, "RATIO", 0.5)
-    assert planned(capsys, target)["draft_bytes"] == found["draft_bytes"]
+    assert planned(capsys, target)["draft_bytes"] == plan["draft_bytes"]
     assert planned(capsys, target, *DRAFT, "none")["draft_bytes"] == 0

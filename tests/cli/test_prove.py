@@ -74,12 +74,12 @@ def test_a_leak_is_found_at_its_first_token_with_the_gap():
         proof = prove(broken, target.config, TRIAL)
         true = prove(target, replace(target.config, speculative_algorithm="OFF"), TRIAL)
     assert not proof.holds and not proof.identical
-    found = next(run.divergence for run in proof.runs if run.divergence)
-    assert 0 < found.position < 40
+    divergence = next(run.divergence for run in proof.runs if run.divergence)
+    assert 0 < divergence.position < 40
     # The neighbouring letter is one step down the toy's ramp of half-logits; a to p wraps round.
-    assert found.found == 97 + (found.expected - 96) % 16
-    assert found.logit_gap in (pytest.approx(0.5, abs=1e-5), None)
-    assert found.score_gap == found.logit_gap
+    assert divergence.found == 97 + (divergence.expected - 96) % 16
+    assert divergence.logit_gap in (pytest.approx(0.5, abs=1e-5), None)
+    assert divergence.score_gap == divergence.logit_gap
     assert next(run for run in proof.runs if run.speculation == "OFF").divergence is None
     assert true.identical
 

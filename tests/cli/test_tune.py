@@ -68,14 +68,14 @@ def test_what_the_noise_explains_is_not_kept():
         "best: fixed 4 draft tokens, 4 deep at 1.05 of plain decoding, whose own speed varied by "
         "20%: nothing is kept",
     )
-    kept, found = verdict([cell(1, 1.5, spread=2.0)])
-    assert kept is None and found.startswith("the machine was busy, plain decoding's own speed")
+    kept, reason = verdict([cell(1, 1.5, spread=2.0)])
+    assert kept is None and reason.startswith("the machine was busy, plain decoding's own speed")
     assert verdict([cell(1, 0.9, spread=1.04)])[0] == OFF
 
 
 def test_a_single_run_shows_no_noise_and_nothing_is_kept():
-    kept, found = verdict([cell(1, 1.5, spread=None)])
-    assert kept is None and "one run of plain decoding shows no noise" in found
+    kept, reason = verdict([cell(1, 1.5, spread=None)])
+    assert kept is None and "one run of plain decoding shows no noise" in reason
     assert verdict([cell(1, 1.5, spread=None), cell(1, 1.5, spread=1.0)])[0] == FOUR
     assert verdict([cell(1, 1.5, spread=None), cell(4, 1.5, spread=1.0)])[0] is None
 
@@ -134,14 +134,14 @@ def test_a_profile_belongs_to_what_decides_speed():
 
 
 def test_a_file_of_the_same_name_in_another_folder_is_another_model(tmp_path, monkeypatch):
-    found = set()
+    keys = set()
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model.gguf").touch()
         monkeypatch.chdir(tmp_path / name)
-        found.add(tuned.path_of(EngineConfig(model="model.gguf")))
-        found.add(tuned.path_of(EngineConfig(model=str(tmp_path / name / "model.gguf"))))
-    assert len(found) == 2
+        keys.add(tuned.path_of(EngineConfig(model="model.gguf")))
+        keys.add(tuned.path_of(EngineConfig(model=str(tmp_path / name / "model.gguf"))))
+    assert len(keys) == 2
 
 
 def test_profiles_are_forgotten(capsys):

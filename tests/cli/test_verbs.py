@@ -54,8 +54,8 @@ def test_verbs_of_others():
     ids=lambda line: line[0],
 )
 def test_the_model_is_the_first_word_of_every_command(line):
-    found = parsed(line)
-    own = found.model if line[0] == "train" else configured(EngineConfig, found).model
+    options = parsed(line)
+    own = options.model if line[0] == "train" else configured(EngineConfig, options).model
     assert own == "org/model"
 
 
@@ -104,9 +104,9 @@ def test_agents_are_configured_beside_what_there_is(server, capsys, tmp_path, mo
     asked = ("launch", "codex", "--config-only", "--url", server.url)
     for _ in range(2):
         assert run(capsys, *asked)[0] == 0
-    found = tomllib.loads(file.read_text(encoding="utf-8"))
-    assert (found["approval_policy"], found["model"]) == ("never", "toy")
-    assert found["model_providers"]["forerun"]["base_url"] == server.url
+    config = tomllib.loads(file.read_text(encoding="utf-8"))
+    assert (config["approval_policy"], config["model"]) == ("never", "toy")
+    assert config["model_providers"]["forerun"]["base_url"] == server.url
     file.write_text("# >>> forerun launch >>>\n", encoding="utf-8")
     code, _, told = run(capsys, *asked)
     assert code == 2 and "without its end" in told
@@ -137,8 +137,8 @@ def test_bench_takes_an_address_as_other_commands_do(server, capsys, tmp_path):
 def started_with(capsys, server, agent, *more):
     asked = ("launch", agent, "--config-only", "--json", "--url", server.url, *more)
     code, out, _ = run(capsys, *asked)
-    found = json.loads(out)
-    return code, found["environment"], found["command"]
+    parsed = json.loads(out)
+    return code, parsed["environment"], parsed["command"]
 
 
 def test_opencode_has_a_provider_of_its_own(server, capsys):
@@ -172,8 +172,8 @@ def test_claude_code_is_told_the_context(server, capsys):
 
 @pytest.mark.parametrize("context", [None, 3, 4096, 1 << 20])
 def test_what_an_answer_may_have(context):
-    found = launch.Server("http://here", "m", "none", context).output
-    assert found == {None: None, 3: 1, 4096: 1024, 1 << 20: 8192}[context]
+    output = launch.Server("http://here", "m", "none", context).output
+    assert output == {None: None, 3: 1, 4096: 1024, 1 << 20: 8192}[context]
 
 
 @pytest.mark.parametrize(
@@ -204,7 +204,7 @@ def test_a_folder_for_results_that_is_a_file_is_refused_first(inside, tmp_path, 
 
 
 @pytest.mark.parametrize(
-    ("line", "name", "found"),
+    ("line", "name", "words"),
     [
         ("run toy Hi --raw", "words", ["toy", "Hi"]),
         ("run toy --raw Hi", "words", ["toy", "Hi"]),
@@ -215,10 +215,10 @@ def test_a_folder_for_results_that_is_a_file_is_refused_first(inside, tmp_path, 
         ("models --json pull smollm2-135m", "model", "smollm2-135m"),
     ],
 )
-def test_words_of_a_command_stand_on_both_sides_of_its_flags(line, name, found):
+def test_words_of_a_command_stand_on_both_sides_of_its_flags(line, name, words):
     command = line.split()[0]
     arguments = build_parser([command]).parse_args(line.split())
-    assert vars(arguments)[name] == found
+    assert vars(arguments)[name] == words
     with pytest.raises(ConfigError, match="'x' is one word too many; put a text"):
         build_parser(["chat"]).parse_args(["chat", "toy", "--temperature", "0", "x"])
     with pytest.raises(ConfigError, match=r"'toy' is one word .* doctor takes options only"):

@@ -143,7 +143,7 @@ class Terminal:
 
 
 def test_the_other_tables_cut_nothing():
-    found = Finding(
+    finding = Finding(
         "mt-bench", "n-grams", 0.8, 2.345, (0.91, 0.82, 0.73), 9999, 92, 90, 123.4, 99.9
     )
     setting = Setting("EAGLE+NGRAM", 16, 8, "adaptive")
@@ -151,7 +151,7 @@ def test_the_other_tables_cut_nothing():
                "identical": 64, "answers": 64}  # fmt: skip
     cells = [Cell(setting, batch, **numbers) for batch in (1, 4, 16)]
     tables = (
-        eval_table([found]),
+        eval_table([finding]),
         tune_table(cells, setting, "smollm2-135m"),
     )
     for made in tables:

@@ -87,9 +87,10 @@ def test_what_crosses_comes_out_as_it_went_in():
     request = make_request(
         HI, (257,), seed=2**64 - 1, logit_bias=((3, -100.0),), stop=("a", "b"), n=3, logprobs=2
     )
-    found = messages.to_engine(messages.encode(messages.Submit(request))).request
-    assert found.prompt.tolist() == request.prompt.tolist() and found.prompt.dtype == np.int32
-    assert (found.sampling, found.stopping, found.n) == (request.sampling, request.stopping, 3)
+    crossed = messages.to_engine(messages.encode(messages.Submit(request))).request
+    assert crossed.prompt.tolist() == request.prompt.tolist() and crossed.prompt.dtype == np.int32
+    assert crossed.sampling == request.sampling
+    assert (crossed.stopping, crossed.n) == (request.stopping, 3)
     row = DraftRow([5, 6], [-1, 0], [1, 2], [0.5, 0.25], [DraftSource.NGRAM] * 2, [0, 1])
     delta = Delta(
         RequestId("one"),
@@ -120,9 +121,9 @@ def test_what_crosses_comes_out_as_it_went_in():
     ],
 )
 def test_an_error_comes_out_as_it_went_in(error):
-    found = messages.Problem.of(error).error()
-    assert type(found) is type(error) and str(found) == str(error)
-    assert vars(found) == vars(error)
+    crossed = messages.Problem.of(error).error()
+    assert type(crossed) is type(error) and str(crossed) == str(error)
+    assert vars(crossed) == vars(error)
 
 
 def test_a_request_an_abort_a_grammar_and_the_end():

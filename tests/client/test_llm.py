@@ -64,12 +64,12 @@ def test_answers_are_those_of_llm():
                 await llm.chat(CHAT, temprature=1)
             return one.text, [item.text for item in two], text, [item.text for item in several]
 
-    found = asyncio.run(asked())
+    answers = asyncio.run(asked())
     with LLM("toy", kv_tokens=4096) as llm:
-        assert found == (
+        assert answers == (
             llm.chat(CHAT, max_tokens=20).text,
             [item.text for item in llm.generate(["Hi", "abc"], max_tokens=9)],
-            found[0],
+            answers[0],
             [item.text for item in llm.choices(CHAT, max_tokens=9, n=3, temperature=1.0)],
         )
 

@@ -25,8 +25,8 @@ def failing(monkeypatch, *errors):
 
 def test_a_dropped_connection_is_never_passed_over(monkeypatch, capsys):
     failing(monkeypatch, "ReadError: gone", "RemoteProtocolError: cut")
-    found = over_http.patiently("peer", "http://x", None, 64, {})
-    assert found == {"whole": 1.0, "dropped": 2}
+    answer = over_http.patiently("peer", "http://x", None, 64, {})
+    assert answer == {"whole": 1.0, "dropped": 2}
     said = capsys.readouterr().err
     assert said.count("dropped a connection") == 2 and "cut" in said
 
@@ -81,8 +81,8 @@ def test_no_two_requests_begin_alike(asking):
 
 def test_prompts_and_decoding_are_told_apart():
     timing = over_http.Timing(arrivals=[0.5, 2.0], tokens=11)
-    found = over_http.speeds(1.0, [timing] * 4, 3.0, prompts=200)
-    assert (found["prompts"], found["decoding"], found["whole"]) == (200.0, 20.0, 44 / 3)
+    speeds = over_http.speeds(1.0, [timing] * 4, 3.0, prompts=200)
+    assert (speeds["prompts"], speeds["decoding"], speeds["whole"]) == (200.0, 20.0, 44 / 3)
     failed = over_http.Timing(error="HTTP 500: no")
     with pytest.raises(RuntimeError, match="HTTP 500"):
         over_http.speeds(1.0, [timing, failed], 3.0, prompts=200)

@@ -148,7 +148,7 @@ def test_simonw_llm(server, expected, tmp_path):
     line = [sys.executable, "-m", "llm", "-m", "toy", "-o", "max_tokens", "40",
             "-o", "temperature", "0", QUESTION]  # fmt: skip
     for more in ([], ["--no-stream"]):
-        found = subprocess.run(
+        done = subprocess.run(
             [*line, *more], check=False, env=environment, capture_output=True, text=True
         )
-        assert (found.returncode, found.stdout.strip()) == (0, expected), found.stderr
+        assert (done.returncode, done.stdout.strip()) == (0, expected), done.stderr

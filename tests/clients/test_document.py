@@ -36,8 +36,8 @@ def test_never_a_5xx_and_what_is_forbidden_is_refused(small, tmp_path):
     line = [program, "run", f"{small.root}/openapi.json", "--checks", ",".join(CHECKS), "-n", "25",
             "--seed", "1", "--phases", "fuzzing", "--suppress-health-check", "all", "--workers",
             "2", "--max-time", str(SECONDS), "--continue-on-failure"]  # fmt: skip
-    found = subprocess.run(line, check=False, capture_output=True, text=True, cwd=tmp_path)
-    assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
-    counts = re.search(r"Selected: (\d+)/\d+\s+Tested: (\d+)", found.stdout)
-    assert counts and counts[1] == counts[2], found.stdout[-2000:]
+    done = subprocess.run(line, check=False, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    counts = re.search(r"Selected: (\d+)/\d+\s+Tested: (\d+)", done.stdout)
+    assert counts and counts[1] == counts[2], done.stdout[-2000:]
     assert small.http.get("/health").json()["status"] == "ok"

@@ -36,15 +36,15 @@ def test_lm_eval_says_the_same_in_string_token_and_remote_mode(real, tokenizer):
         "string": {"tokenizer": tokenizer, "tokenized_requests": False},
         "remote": {"tokenizer_backend": "remote", "tokenized_requests": True},
     }
-    found = {}
+    scores = {}
     for mode, options in modes.items():
         model = LocalCompletionsAPI(base_url=f"{real.url}/completions", model="smollm2-135m",
                                     max_length=512, **options)  # fmt: skip
         whole = [Instance("loglikelihood_rolling", {}, (text,), i) for i, text in enumerate(TEXTS)]
         pairs = [Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS)]
-        found[mode] = (model.loglikelihood_rolling(whole), model.loglikelihood(pairs))
-    assert found["token"] == found["string"] == found["remote"]
-    rolling, ((paris, _), (rome, _)) = found["token"]
+        scores[mode] = (model.loglikelihood_rolling(whole), model.loglikelihood(pairs))
+    assert scores["token"] == scores["string"] == scores["remote"]
+    rolling, ((paris, _), (rome, _)) = scores["token"]
     assert all(value < 0 for value in rolling) and paris > rome
 
 

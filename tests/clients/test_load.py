@@ -25,8 +25,8 @@ def test_guidellm(real, tmp_path):
             "--max-requests", "4", "--data", data, "--output-path", report,
             "--disable-progress"]  # fmt: skip
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    found = subprocess.run(line, check=False, capture_output=True, text=True, env=environment)
-    assert found.returncode == 0, found.stderr[-3000:]
+    done = subprocess.run(line, check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
     (benchmark,) = json.loads(report.read_text())["benchmarks"]
     totals = benchmark["request_totals"]
     assert (totals["successful"], totals["errored"]) == (4, 0)

@@ -211,8 +211,8 @@ def test_calls_without_marks_follow_their_schema(name, several, control):
         pieces = [*reader.push(text).calls, *reader.finish().calls]
         named = [piece.name for piece in pieces if piece.name]
         if valid or (not several and len(named) < 2 and (text, valid) in ONE_MORE):
-            found = "".join(piece.arguments for piece in pieces)
-            assert bool(named) == bool(found) and "Bonn" not in found, text
+            arguments = "".join(piece.arguments for piece in pieces)
+            assert bool(named) == bool(arguments) and "Bonn" not in arguments, text
         else:
             assert named, text
     if name == "hermes":

@@ -79,8 +79,8 @@ def test_errors_name_the_field_and_the_place(grammar, tokens):
 
 def test_lenient_schemas_ignore_what_cannot_be_honoured():
     strict = {"type": "array", "uniqueItems": True, "items": {"type": "integer"}}
-    found = compiler("bytes").compile(Grammar.json_schema(strict, lenient=True))
-    matcher = Matcher(found)
+    grammar = compiler("bytes").compile(Grammar.json_schema(strict, lenient=True))
+    matcher = Matcher(grammar)
     assert all(matcher.advance(token) for token in b"[1, 1]")
 
 
@@ -126,9 +126,9 @@ class Counted:
         return Counted(self._inner.fork(), self._calls)
 
     def __getattr__(self, name):
-        found = getattr(self._inner, name)
-        self._calls[name] += callable(found)
-        return found
+        attribute = getattr(self._inner, name)
+        self._calls[name] += callable(attribute)
+        return attribute
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,14 @@ def test_hostile_grammars_are_refused_or_ask_little_of_the_library(grammar):
     of the library, and that a slow matcher leaves the thread for test_remote_matcher.
     """
     try:
-        found = compiled(grammar, "bpe")
+        made = compiled(grammar, "bpe")
     except RequestError:
         return
     calls: Counter[str] = Counter()
-    if not found.expensive:
-        found = replace(found, prototype=Counted(found.prototype, calls))
+    if not made.expensive:
+        made = replace(made, prototype=Counted(made.prototype, calls))
     grammars = TreeGrammars(BPE.vocab_size)
-    grammars.open(0, found, ())
+    grammars.open(0, made, ())
     slot, known = np.zeros(1, np.int32), np.ones(1, np.int32)
     for _ in range(20):
         calls.clear()
@@ -158,7 +158,7 @@ def test_hostile_grammars_are_refused_or_ask_little_of_the_library(grammar):
         tokens = draft.tokens.tolist() or members(masks.bits[masks.row[0]].tobytes())[:1]
         done = grammars.commit(0, tokens)
         assert not done.error
-        assert found.expensive or 0 < calls.total() <= 6 * MAX_AHEAD, calls
+        assert made.expensive or 0 < calls.total() <= 6 * MAX_AHEAD, calls
         if done.complete:
             break
 
@@ -427,8 +427,8 @@ def grown() -> int:
     sizes = []
     for number in range(240):
         row = {f"key{i}_{number}": {"type": "string", "maxLength": 40} for i in range(150)}
-        found = made.compile(schema({"type": "object", "properties": row}))
-        assert Matcher(found).mask()
+        grammar = made.compile(schema({"type": "object", "properties": row}))
+        assert Matcher(grammar).mask()
         if number % 80 == 79:
             sizes.append(resident())
     assert made._cache._used <= 1 << 20

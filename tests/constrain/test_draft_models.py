@@ -91,10 +91,10 @@ def test_what_the_grammar_forbids_takes_no_place_among_the_guesses(sampling):
 
 
 def test_the_chance_of_what_is_illegal_is_divided():
-    found = np.array([3, 1, 4], np.int32), np.log(np.array([0.5, 0.25, 0.125], np.float32))
-    ids, log_probs = allowed(found, bytes([0b00010010]))
+    candidates = np.array([3, 1, 4], np.int32), np.log(np.array([0.5, 0.25, 0.125], np.float32))
+    ids, log_probs = allowed(candidates, bytes([0b00010010]))
     assert ids.tolist() == [1, 4]
     assert np.exp(log_probs).tolist() == pytest.approx([0.5, 0.25])
-    assert len(allowed(found, bytes([0]))[0]) == 0
+    assert len(allowed(candidates, bytes([0]))[0]) == 0
     sure = np.array([0, 1], np.int32), np.log(np.array([0.999, 0.01], np.float32))
     assert np.exp(allowed(sure, bytes([2]))[1]) <= 1.0

@@ -218,9 +218,9 @@ def test_choices_that_are_too_many_are_refused_unread(monkeypatch):
     ],
 )
 def test_what_is_no_schema_is_named(schema, place):
-    with pytest.raises(RequestError) as found:
+    with pytest.raises(RequestError) as raised:
         Grammar.json_schema(schema)
-    assert place in str(found.value)
+    assert place in str(raised.value)
     assert Grammar.json_schema({"properties": {"a": True, "b": {}}, "default": {"properties": 3}})
 
 

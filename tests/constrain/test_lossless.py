@@ -117,12 +117,12 @@ def test_together_with_other_parameters(name):
         "stop": ('"kind"',),
     }
     wanted = run(engine("none", "bytes"), constrained("json", "bytes", **options))
-    found = run(engine(name, "bytes"), constrained("json", "bytes", **options))
+    actual = run(engine(name, "bytes"), constrained("json", "bytes", **options))
     for index in (0, 1):
-        assert heard(found, index=index) == heard(wanted, index=index)
+        assert heard(actual, index=index) == heard(wanted, index=index)
         assert wanted.text(index=index).startswith("{") and '"kind"' not in wanted.text(index=index)
         mine, theirs = (
-            [r for d in ear.of(index=index) for r in d.logprobs] for ear in (found, wanted)
+            [r for d in ear.of(index=index) for r in d.logprobs] for ear in (actual, wanted)
         )
         assert mine == theirs and len(mine) == len(wanted.tokens(index=index))
 

@@ -44,7 +44,7 @@ class Timed:
 
 
 @pytest.fixture
-def found(monkeypatch):
+def findings(monkeypatch):
     """What the probe says of automata of such cost, and how many it began."""
     clock = Clock()
     monkeypatch.setattr(probe, "thread_time", clock)
@@ -68,38 +68,38 @@ def once(step, seconds):
 
 
 @pytest.mark.parametrize("step", [1, 20, probe.STEPS])
-def test_a_bad_moment_of_the_machine_makes_no_grammar_expensive(found, step):
-    assert found(once(step, 2 * SLOW)) == (False, 2)
+def test_a_bad_moment_of_the_machine_makes_no_grammar_expensive(findings, step):
+    assert findings(once(step, 2 * SLOW)) == (False, 2)
 
 
 @pytest.mark.parametrize("step", [1, 20, probe.STEPS])
-def test_a_step_that_is_slow_again_does(found, step):
-    assert found(lambda number, taken: 2 * SLOW * (taken == step)) == (True, 2)
+def test_a_step_that_is_slow_again_does(findings, step):
+    assert findings(lambda number, taken: 2 * SLOW * (taken == step)) == (True, 2)
 
 
-def test_another_step_that_is_slow_the_second_time_does_not(found):
+def test_another_step_that_is_slow_the_second_time_does_not(findings):
     costs = {(0, 20): 2 * SLOW, (1, 10): 2 * SLOW}
-    assert found(lambda *place: costs.pop(place, 0.0)) == (False, 2)
+    assert findings(lambda *place: costs.pop(place, 0.0)) == (False, 2)
 
 
-def test_what_used_up_the_patience_in_one_step_is_not_tried_again(found):
-    assert found(once(20, 2 * probe.PATIENCE)) == (True, 1)
+def test_what_used_up_the_patience_in_one_step_is_not_tried_again(findings):
+    assert findings(once(20, 2 * probe.PATIENCE)) == (True, 1)
 
 
-def test_a_limit_is_no_matter_of_time(found):
-    assert found(lambda number, taken: None if taken == 20 else 0.0) == (True, 1)
+def test_a_limit_is_no_matter_of_time(findings):
+    assert findings(lambda number, taken: None if taken == 20 else 0.0) == (True, 1)
 
 
-def test_what_is_quick_is_not_walked_twice(found):
-    assert found(lambda number, taken: SLOW / 1000) == (False, 1)
+def test_what_is_quick_is_not_walked_twice(findings):
+    assert findings(lambda number, taken: SLOW / 1000) == (False, 1)
 
 
-def test_many_quick_steps_end_the_search(found):
+def test_many_quick_steps_end_the_search(findings):
     steps = []
 
     def cost(number, taken):
         steps.append(taken)
         return SLOW / 2
 
-    assert found(cost) == (False, 1)
+    assert findings(cost) == (False, 1)
     assert sum(b < a for a, b in pairwise(steps)) < probe.WALKS - 1, "not all walks"

@@ -128,14 +128,14 @@ class Walk:
     def draft(self, path: tuple[int, ...], nodes: int, depth: int) -> Draft:
         """A tree of such tokens below `path`."""
         paths: list[tuple[int, ...]] = [()]
-        found: dict[tuple[int, ...], int] = {(): -1}
+        node_of: dict[tuple[int, ...], int] = {(): -1}
         parents: list[int] = []
         for _ in range(nodes):
             above = self.random.choice([p for p in paths if len(p) < depth])
             below = (*above, self.token(path + above))
-            if below not in found:
-                found[below] = len(parents)
-                parents.append(found[above])
+            if below not in node_of:
+                node_of[below] = len(parents)
+                parents.append(node_of[above])
                 paths.append(below)
         tokens = [below[-1] for below in paths[1:]]
         score = np.linspace(0.9, 0.1, len(tokens), dtype=np.float32)
@@ -206,8 +206,8 @@ def test_every_node_of_every_tree_of_a_text_has_the_mask_of_its_path(name):
                 if expected is None or expected[2]:
                     assert masks.row[node] == -1
                     continue
-                found = np.flatnonzero(unpack(masks.bits[masks.row[node]], size))
-                assert {*found.tolist()} == expected[0], path
+                actual = np.flatnonzero(unpack(masks.bits[masks.row[node]], size))
+                assert {*actual.tolist()} == expected[0], path
             legal = [path for path in [(), *below] if (walk.oracle(output + path) or ENDED)[0]]
             kept = walk.random.choice(legal)
             bonus = walk.token(output + kept)

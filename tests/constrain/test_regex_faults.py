@@ -79,8 +79,8 @@ left to the engine: without a dialect's whole grammar it cannot be told.
 
 @pytest.mark.parametrize(("pattern", "place", "told"), NO_REGEX)
 def test_no_regex_is_pointed_at(pattern, place, told):
-    found = regex_fault(pattern)
-    assert found is not None and found[0] == place and told in found[1]
+    fault = regex_fault(pattern)
+    assert fault is not None and fault[0] == place and told in fault[1]
 
 
 @pytest.mark.parametrize("pattern", SOME_DIALECT)
@@ -121,8 +121,8 @@ PARTS = [
 def test_python_and_rust_take_none_of_what_is_refused():
     """Random patterns, each asked of two other readers (V8: tests/browser/test_regex_faults.py)."""
     rng = random.Random(7)
-    found = ("".join(rng.choices(PARTS, k=rng.randint(1, 8))) for _ in range(3000))
-    refused = [pattern for pattern in found if regex_fault(pattern)]
+    patterns = ("".join(rng.choices(PARTS, k=rng.randint(1, 8))) for _ in range(3000))
+    refused = [pattern for pattern in patterns if regex_fault(pattern)]
     assert len(refused) > 1000
     assert [pattern for pattern in refused if python_takes(pattern)] == []
     vocabulary = llguidance.LLTokenizer(Bytes())

@@ -38,9 +38,9 @@ AMBIGUOUS = Grammar.grammar(
 
 def fresh(grammar: Grammar, **translated) -> object:
     """Compiled, but sharing what is known of its cost with nobody."""
-    found = compiled(grammar)
-    known = Translated(found.translated.text, found.translated.begin, False)
-    return replace(found, translated=replace(known, **translated))
+    made = compiled(grammar)
+    known = Translated(made.translated.text, made.translated.begin, False)
+    return replace(made, translated=replace(known, **translated))
 
 
 def request(case: str, grammar, id="r", **options):
@@ -74,8 +74,8 @@ def test_preempted_sequences_are_followed_again_from_their_beginning():
     grammar, options = CASES["letters"][0], {"temperature": 0.8, "seed": 3}
     texts = []
     for expensive in (False, True):
-        found = fresh(grammar, expensive=expensive)
-        requests = [request("letters", found, str(i), **options) for i in range(3)]
+        compiled_city = fresh(grammar, expensive=expensive)
+        requests = [request("letters", compiled_city, str(i), **options) for i in range(3)]
         ear = run(made, *requests)
         texts.append([ear.text(str(i)) for i in range(3)])
     assert texts[0] == texts[1]
@@ -232,8 +232,8 @@ def test_a_process_that_asks_what_cannot_be_answered_ends_its_request_only(monke
 
     monkeypatch.setattr(RemoteMatchers, "_encoded", encoded)
     compiler = Compiler(TOKENIZERS["bytes"])
-    found = compiler.compile(Grammar.json_schema({"const": "a long forced text"}))
-    asking = replace(found, translated=replace(found.translated, expensive=True))
+    grammar = compiler.compile(Grammar.json_schema({"const": "a long forced text"}))
+    asking = replace(grammar, translated=replace(grammar.translated, expensive=True))
     free = ask("free", max_tokens=40)
     ear = run(engine("none", "bytes"), request("json", asking), free, check=False)
     ear.expect(free)
@@ -335,10 +335,10 @@ def test_a_grammar_of_185_bytes_takes_no_step_from_others(monkeypatch, seen):
     grammar = compiler.compile(AMBIGUOUS)
     assert grammar.expensive
     if not seen:
-        found = grammar.translated
-        beginning = found.begin(False)
+        source = grammar.translated
+        beginning = source.begin(False)
         grammar = replace(
-            grammar, prototype=beginning, translated=Translated(found.text, found.begin, False)
+            grammar, prototype=beginning, translated=Translated(source.text, source.begin, False)
         )
         assert not grammar.expensive
     made = engine("random", "bytes", tokenizer=tokenizer, context=1000, pages=1000)
@@ -404,16 +404,16 @@ def test_a_process_that_somebody_ends_is_no_fault_of_the_grammars(when, monkeypa
     if early:
         monkeypatch.setattr(remote_matcher, "COMMAND", (sys.executable, "-c", SLEEPY, str(first)))
     city = CASES["city"][0]
-    found = fresh(city, expensive=True)
+    compiled_city = fresh(city, expensive=True)
     matchers = []
 
     def remote(answered):
         library = RemoteMatchers(TOKENIZERS["bytes"])
-        matchers.append(RemoteMatcher(library, found.translated.text, answered))
+        matchers.append(RemoteMatcher(library, compiled_city.translated.text, answered))
         return matchers[-1]
 
     made = engine("none", "bytes")
-    grammar = replace(found, remote=remote)
+    grammar = replace(compiled_city, remote=remote)
     heard = []
     made.submit(request("city", grammar), heard.append)
     free = ask("free", "somebody else", 40)
@@ -448,10 +448,10 @@ def test_few_processes_run_at_one_time(monkeypatch):
     """The others wait for their turn, and get it."""
     monkeypatch.setattr(remote_matcher, "MAX_PROCESSES", 1)
     tokenizer = TOKENIZERS["bytes"]
-    found = fresh(CASES["city"][0], expensive=True)
+    grammar = fresh(CASES["city"][0], expensive=True)
     matchers = RemoteMatchers(tokenizer)
     answered = [threading.Event(), threading.Event()]
-    remotes = [RemoteMatcher(matchers, found.translated.text, event.set) for event in answered]
+    remotes = [RemoteMatcher(matchers, grammar.translated.text, event.set) for event in answered]
     remotes[0].take([])
     assert answered[0].wait(60) and remotes[0].answer.mask
     remotes[1].take([ord("P")])
@@ -465,7 +465,7 @@ def test_answers_of_seconds_hold_up_nobody_for_longer_than_one(monkeypatch):
     """One works at a time: who has worked least is asked next, however many came first."""
     monkeypatch.setattr(remote_matcher, "MAX_WORKING", 1)
     tokenizer = TOKENIZERS["bytes"]
-    found = fresh(CASES["city"][0], expensive=True)
+    grammar = fresh(CASES["city"][0], expensive=True)
     matchers, order, asked = RemoteMatchers(tokenizer), [], threading.Event()
 
     class Process:
@@ -488,7 +488,7 @@ def test_answers_of_seconds_hold_up_nobody_for_longer_than_one(monkeypatch):
             order.append(number)
             heard.release()
 
-        remotes.append(RemoteMatcher(matchers, found.translated.text, answered))
+        remotes.append(RemoteMatcher(matchers, grammar.translated.text, answered))
         remotes[-1]._worked = worked
         remotes[-1].take([])
         while len(matchers.working._waiting) < number:
@@ -505,7 +505,7 @@ def test_answers_of_seconds_hold_up_nobody_for_longer_than_one(monkeypatch):
 
 def test_nothing_is_asked_for_who_has_left_while_it_waited(monkeypatch):
     tokenizer, asked = TOKENIZERS["bytes"], threading.Event()
-    found = fresh(CASES["city"][0], expensive=True)
+    grammar = fresh(CASES["city"][0], expensive=True)
     matchers, ended = RemoteMatchers(tokenizer), threading.Event()
 
     class Process:
@@ -518,7 +518,7 @@ def test_nothing_is_asked_for_who_has_left_while_it_waited(monkeypatch):
         close = ended.set
 
     monkeypatch.setattr(matchers, "process", Process)
-    remote = RemoteMatcher(matchers, found.translated.text, lambda: None)
+    remote = RemoteMatcher(matchers, grammar.translated.text, lambda: None)
     with ExitStack() as others:
         for _ in range(remote_matcher.MAX_WORKING):
             others.enter_context(matchers.working.place(0.0))

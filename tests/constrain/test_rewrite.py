@@ -233,8 +233,8 @@ def test_bounds_with_no_float_between_them_are_refused_or_left_out_both():
 def test_what_is_left_out_of_a_choice_is_named_by_the_clients_own_path():
     inner = {"type": "object", "patternProperties": {"^x": TEXT, "^xy": INTEGER}}
     schema = {"type": "object", "properties": {"p": {"oneOf": [inner, INTEGER]}}}
-    found = compiled(Grammar.json_schema(schema, lenient=True)).unenforced
-    assert [path.removesuffix(".^xy") for path in found] == [
+    unenforced = compiled(Grammar.json_schema(schema, lenient=True)).unenforced
+    assert [path.removesuffix(".^xy") for path in unenforced] == [
         "grammar.properties.p.oneOf[0].patternProperties"
     ]
 
@@ -366,9 +366,9 @@ def test_a_tool_names_what_it_leaves_out():
     place = "tools[0].function.parameters"
     parameters = {"type": "object", "properties": {"a": {"not": {"minimum": 3}}}}
     tools = [Signature("f", Grammar.json_schema(parameters, True, place))]
-    found = compiled(tool_rules(HERMES, tools, Calling(True, True)).grammar)
-    assert found.unenforced == (f"{place}.properties.a.not",)
-    assert Matcher(found).advance(ord("<"))
+    grammar = compiled(tool_rules(HERMES, tools, Calling(True, True)).grammar)
+    assert grammar.unenforced == (f"{place}.properties.a.not",)
+    assert Matcher(grammar).advance(ord("<"))
 
 
 @pytest.mark.parametrize("named", ["what", ["string", "what"], 5, {"a": 1}])

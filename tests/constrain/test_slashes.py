@@ -54,8 +54,8 @@ def test_whatever_the_masks_allow_is_json(compiler, data):
     for _ in range(40):  # And then to the end, by what alone can follow or is shortest.
         if matcher.complete or allowed(matcher.mask(), 256):
             break
-        found = [id for id in members(matcher.mask()) if id < 256]
-        id = next((id for id in b'"]0/' if id in found), found[0])
+        next_bytes = [id for id in members(matcher.mask()) if id < 256]
+        id = next((id for id in b'"]0/' if id in next_bytes), next_bytes[0])
         assert matcher.commit(id)
         text += bytes([id])
     value = json.loads(text)

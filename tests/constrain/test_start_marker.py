@@ -181,14 +181,14 @@ def test_reader_and_constraint_agree_with_any_drafter_wherever_it_is_followed(gr
     """
 
     def asked(seed, expensive=False):
-        found = compiled(grammar=grammar)
-        known = replace(found.translated, expensive=expensive)
+        made = compiled(grammar=grammar)
+        known = replace(made.translated, expensive=expensive)
         return ask(
             str(seed),
             SPANS.encode(f"city {seed}: "),
             60,
             stop_tokens=SPANS.eos_ids,
-            grammar=replace(found, translated=known),
+            grammar=replace(made, translated=known),
             temperature=4.0,
             seed=seed,
         )

@@ -42,11 +42,11 @@ def free(sampling):
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("tokens", [0, 1, 4, 5, 6, 17, 300])
 def test_the_end_comes_behind_the_last_token(tokens, sampling):
-    found, _, finish = answer("none", sampling, tokens)
+    emitted, _, finish = answer("none", sampling, tokens)
     unbudgeted = free(sampling)[0]
-    assert found[: min(tokens, 60)] == unbudgeted[:tokens]
-    assert tuple(found[tokens : tokens + len(ENDING)]) == ENDING[: max(60 - tokens, 0)]
-    assert len(found) == 60 and finish == Finish.LENGTH, "any text follows"
+    assert emitted[: min(tokens, 60)] == unbudgeted[:tokens]
+    assert tuple(emitted[tokens : tokens + len(ENDING)]) == ENDING[: max(60 - tokens, 0)]
+    assert len(emitted) == 60 and finish == Finish.LENGTH, "any text follows"
 
 
 DRAFTERS = "grammar", "ngram", "oracle", "erratic", "random", "illegal"
@@ -63,9 +63,9 @@ def test_speculation_changes_no_token(name, tokens, sampling):
 @pytest.mark.parametrize("name", ["none", "grammar", "oracle", "random"])
 @pytest.mark.parametrize("tokens", [0, 5])
 def test_a_grammar_begins_behind_the_forced_end(name, tokens):
-    found, text, finish = answer(name, "greedy", tokens, CITY)
-    assert text[len(found[:tokens]) :].partition(CLOSER)[2] in ("Paris", "Amsterdam")
-    assert finish == Finish.STOP and found == answer("none", "greedy", tokens, CITY)[0]
+    emitted, text, finish = answer(name, "greedy", tokens, CITY)
+    assert text[len(emitted[:tokens]) :].partition(CLOSER)[2] in ("Paris", "Amsterdam")
+    assert finish == Finish.STOP and emitted == answer("none", "greedy", tokens, CITY)[0]
 
 
 def test_the_forced_end_costs_fewer_steps_than_it_has_tokens():

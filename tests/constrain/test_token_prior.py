@@ -121,7 +121,7 @@ def test_the_white_space_of_one_text_is_expected_in_the_next():
 
 def test_what_a_tenant_wrote_is_drafted_for_no_other():
     """Also not shown in another's trace."""
-    made, found = engine("grammar", "bytes"), []
+    made, drafted = engine("grammar", "bytes"), []
     for id, tenant, salt in (("0", "a", ""), ("1", "a", ""), ("2", "b", ""), ("3", "a", "x")):
         request = ask(
             id,
@@ -132,9 +132,9 @@ def test_what_a_tenant_wrote_is_drafted_for_no_other():
             cache_salt=salt,
         )
         steps = [step for delta in run(made, request).of(id) for step in delta.trace]
-        found.append([(step.tokens, step.nodes.tokens) for step in steps])
-    assert len(found[1]) < len(found[0]), "the tenant itself profits"
-    assert found[0] == found[2] == found[3]
+        drafted.append([(step.tokens, step.nodes.tokens) for step in steps])
+    assert len(drafted[1]) < len(drafted[0]), "the tenant itself profits"
+    assert drafted[0] == drafted[2] == drafted[3]
 
 
 def test_where_nodes_are_dear_only_forced_tokens_are_ahead():
@@ -173,8 +173,8 @@ def test_habits_change_no_token():
                 seed=seed,
                 stop_tokens=BYTES.eos_ids,
             )
-            wanted, found = run(known, request), run(taught, request)
-            assert heard(found, request.id) == heard(wanted, request.id)
+            wanted, actual = run(known, request), run(taught, request)
+            assert heard(actual, request.id) == heard(wanted, request.id)
             assert wanted.last(request.id).finish in (Finish.STOP, Finish.LENGTH)
-            steps.append(found.last(request.id).stats.steps)
+            steps.append(actual.last(request.id).stats.steps)
     assert sum(steps[-3:]) < sum(steps[:3])

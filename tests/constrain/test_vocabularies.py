@@ -75,18 +75,18 @@ def longest(name):
 @cache
 def spelled(name):
     """The tokens of each text, the last first, and the length of the longest text."""
-    tokenizer, found = vocabulary(name), {}
+    tokenizer, ids_of = vocabulary(name), {}
     for id in reversed(range(tokenizer.vocab_size)):
         if tokenizer.pieces[id] and id not in tokenizer.special_ids:
-            found.setdefault(tokenizer.pieces[id], []).append(id)
-    return found, max(map(len, found))
+            ids_of.setdefault(tokenizer.pieces[id], []).append(id)
+    return ids_of, max(map(len, ids_of))
 
 
 def ways(name, rest, cut):
     """Tokens that the rest of a text may begin with, the wanted one first."""
-    found, most = spelled(name)
+    ids_of, most = spelled(name)
     sizes = range(1, most + 1)[:: 1 if cut == "shortest" else -1]
-    ids = [id for size in sizes if len(rest) >= size for id in found.get(rest[:size], ())]
+    ids = [id for size in sizes if len(rest) >= size for id in ids_of.get(rest[:size], ())]
     try:
         own = vocabulary(name).encode_within(rest.decode())[:1] if cut == "its own" else []
     except UnicodeDecodeError:

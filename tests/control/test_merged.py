@@ -35,14 +35,14 @@ DEVICE = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0), draft_ms=0.2, foll
 
 
 class Source:
-    """Chains that are found at so many places, and right at each depth with chance `right`, which
+    """Chains at a share `coverage` of the places, right at each depth with chance `right`, which
     is what is claimed.
     """
 
-    def __init__(self, truths, source, found, right, free):
+    def __init__(self, truths, source, coverage, right, free):
         name = source.name.lower()
         self.traits = DrafterTraits(name, 8, no_draft_model=free)
-        self.truths, self.source, self.found, self.right = truths, source, found, right
+        self.truths, self.source, self.coverage, self.right = truths, source, coverage, right
         self.random = np.random.default_rng(int(source))
         self.asked = 0
 
@@ -56,7 +56,7 @@ class Source:
             depth = next(worth, depth)  # noqa: PLW2901 - a path ends where a pass does not pay.
             self.asked += depth
             chances = self.random.random(1 + depth)
-            if not depth or chances[0] >= self.found:
+            if not depth or chances[0] >= self.coverage:
                 drafts.append(NO_DRAFT)
                 continue
             right = chances[1:] < self.right

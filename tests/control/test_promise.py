@@ -87,9 +87,9 @@ def raced(device, kind, rows, seed, texts, then=THEN):
     fixed = [kind(FixedPolicy(depth, depth), rows, seed) for depth in (1, 3)]
     for each in fixed:
         each.length = device.length
-    found = [speeds(each, texts, then, BEGIN) for each in fixed]
+    results = [speeds(each, texts, then, BEGIN) for each in fixed]
     alone = plain(rows, seed, len(texts), device.length, then)
-    return np.array([speeds(device, texts, then), alone, *found]).T
+    return np.array([speeds(device, texts, then), alone, *results]).T
 
 
 @pytest.mark.parametrize(("rows", "head"), rarely(every(ROWS, HEADS), [(1, HEADS[0])]))

@@ -49,13 +49,13 @@ def test_the_library_is_built_from_these_sources(tmp_path):
     done = build(tmp_path / "core.so")
     assert done.returncode == 0 and not done.stderr
     probe = "import ctypes, sys; print(ctypes.CDLL(sys.argv[1]).forerun_abi())"
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", probe, str(tmp_path / "core.so")],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert int(found.stdout) > 0
+    assert int(completed.stdout) > 0
 
 
 def compiler_tool():

@@ -63,10 +63,10 @@ def test_logits_are_the_twins(executor, checkpoint, random, name):
     family, changes = LAYERS[name]
     source = checkpoint(family, None, **changes)
     tokens = random.integers(0, 320, 70)
-    found = logits_of(executor(source, 2, kv_dtype="q8_0"), tokens)
+    logits = logits_of(executor(source, 2, kv_dtype="q8_0"), tokens)
     exact = forward(source, tokens)
-    assert distance(found, forward(source, tokens, "q8_0")) < 2e-3
-    assert 1e-4 < distance(found, exact) < 0.3
+    assert distance(logits, forward(source, tokens, "q8_0")) < 2e-3
+    assert 1e-4 < distance(logits, exact) < 0.3
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -74,14 +74,14 @@ def test_every_instruction_set_gives_the_same_bits(executor, checkpoint, random,
     family, changes = LAYERS[name]
     source = checkpoint(family, None, **changes)
     tokens = random.integers(0, 320, 60)
-    found = []
+    results = []
     for kernels in KERNELS:
         made = executor(source, kernels=kernels, kv_dtype="q8_0")
         logits = logits_of(made, tokens)
         pages = [] if made.pages is None else [made.pages.read_page(page) for page in range(3)]
-        found.append((logits, pages))
-    assert all(np.array_equal(found[-1][0], logits) for logits, _ in found)
-    assert all(found[-1][1] == pages for _, pages in found)
+        results.append((logits, pages))
+    assert all(np.array_equal(results[-1][0], logits) for logits, _ in results)
+    assert all(results[-1][1] == pages for _, pages in results)
 
 
 @pytest.mark.parametrize("name", ["heads of 64", "sinks", "latent"])

@@ -28,8 +28,8 @@ def test_what_is_not_finite_is_left_to_the_specification(
     others[range(4), places] = False  # A mask hides it from the choice, not from the check.
     for temperature in (0.0, 1.0):
         for allowed in (None, others):
-            found = native_choices(made, logits, [(5, 0, temperature)] * 4, allowed)
-            assert found.tolist() == [-1] * 4
+            choices = native_choices(made, logits, [(5, 0, temperature)] * 4, allowed)
+            assert choices.tolist() == [-1] * 4
 
 
 CUT_OFFS = (
@@ -71,10 +71,10 @@ def test_cut_offs(core, random, vocab, temperature):
             line[random.integers(vocab, size=9)] = line[:9]  # Equal ones.
         cases = [(seed, int(random.integers(0, 1 << 20)), temperature) for seed in range(count)]
         for allowed in (None, random.random(logits.shape) < 0.3):
-            found = native_choices(made, logits, cases, allowed, CUT_OFFS)
+            choices = native_choices(made, logits, cases, allowed, CUT_OFFS)
             right = np.array(expected(logits, cases, allowed, CUT_OFFS))
-            assert ((found == -1) | (found == right)).all()
-            left += int((found == -1).sum())
+            assert ((choices == -1) | (choices == right)).all()
+            left += int((choices == -1).sum())
     assert left <= 2
 
 
@@ -85,21 +85,21 @@ def test_a_token_at_the_edge_of_the_nucleus_is_left_to_the_specification(core):
     edge, inside = [{"top_p": 0.5}] * 40, [{"top_p": 0.51}] * 40
     made = core(331)
     seen = native_choices(made, logits, cases, cuts=edge).tolist()
-    for found, right in zip(seen, expected(logits, cases, cuts=edge), strict=True):
-        assert right in ((3, 90) if found < 0 else (found,))
+    for chosen, right in zip(seen, expected(logits, cases, cuts=edge), strict=True):
+        assert right in ((3, 90) if chosen < 0 else (chosen,))
     assert set(seen) == {-1, 3, 90}
-    found = native_choices(made, logits, cases, cuts=inside).tolist()
-    assert found == expected(logits, cases, cuts=inside)
+    chosen = native_choices(made, logits, cases, cuts=inside).tolist()
+    assert chosen == expected(logits, cases, cuts=inside)
 
 
 def test_a_nucleus_that_ends_in_the_middle_of_equal_tokens(core):
     """Hundreds are left, and halving them meets the edge: the first 512 of 1,024 have half."""
     logits, cases = np.zeros((64, 1024), np.float32), [(seed, 0, 1.0) for seed in range(64)]
     cuts = [{"top_p": 0.5}] * 64
-    found = native_choices(core(1024), logits, cases, cuts=cuts)
+    choices = native_choices(core(1024), logits, cases, cuts=cuts)
     right = np.array(expected(logits, cases, cuts=cuts))
-    assert ((found == -1) | (found == right)).all() and right.max() < 512
-    assert (found == -1).sum() <= 1
+    assert ((choices == -1) | (choices == right)).all() and right.max() < 512
+    assert (choices == -1).sum() <= 1
 
 
 KINDS = (

@@ -94,11 +94,11 @@ def test_matrices_that_are_several_in_one_give_llamas_bits(executor, tmp_path):
     plain = tiny.model("llama")
     weights = {name: torch.from_numpy(array) for name, array in tiny.weights(fused).items()}
     plain.load_state_dict(weights)
-    prompt, found = np.arange(20, 60), []
+    prompt, results = np.arange(20, 60), []
     for name, hf in (("fused", fused), ("plain", plain)):
         made = executor(FolderCheckpoint(tiny.save_folder(hf, tmp_path / name)))
-        found.append(logits_in_chunks(made, prompt))
-    assert torch.equal(*found)
+        results.append(logits_in_chunks(made, prompt))
+    assert torch.equal(*results)
 
 
 def test_a_window_is_no_end_of_its_context(checkpoint, executor):
@@ -120,10 +120,10 @@ class Damaged:
         return getattr(self._whole, name)
 
     def packed(self, name):
-        found = self._whole.packed(name)
+        matrix = self._whole.packed(name)
         if name == self._culprit:
-            found = Packed(found.kind, found.rows[:-1], found.columns)
-        return found
+            matrix = Packed(matrix.kind, matrix.rows[:-1], matrix.columns)
+        return matrix
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "F16"])
@@ -230,12 +230,12 @@ def test_accepted_draft_tokens_are_in_their_pages_whoever_decided(executor, rand
         step = driver.step([Row(slot, draft=draft) for slot in slots])
         assert [step.emitted(row) for row in range(len(slots))] == [text[:3]] * len(slots)
         step = driver.step([Row(slot) for slot in slots])
-        found = [step.logits(row, 0).clone() for row in range(len(slots))]
+        actual = [step.logits(row, 0).clone() for row in range(len(slots))]
         driver.close(2)
         driver.open(2, [*prompt, *driver.sequences[slots[0]].tokens[20:-1]], kinds[0])
         step = driver.step([Row(2)])
         wanted = step.logits(0, len(step.trees.tokens) - 1)
-    assert all(torch.equal(logits, wanted) for logits in found)
+    assert all(torch.equal(logits, wanted) for logits in actual)
 
 
 def test_a_step_larger_than_its_limit(executor, random):

@@ -42,9 +42,9 @@ def test_logits_are_those_of_the_files_numbers(executor, random, tmp_path, name,
     kept = " as in the file" if group % TILE == 0 else small
     assert f"4-bit integers{kept}" in made.describe()["dtype"]
     tokens = random.integers(0, tiny.VOCAB, 60)
-    found = logits_of(made, tokens)
-    assert distance(found, forward(source, tokens)) < SAME
-    assert np.array_equal(found, logits_of(executor(source, kernels="portable"), tokens))
+    logits = logits_of(made, tokens)
+    assert distance(logits, forward(source, tokens)) < SAME
+    assert np.array_equal(logits, logits_of(executor(source, kernels="portable"), tokens))
 
 
 def test_they_take_as_many_bytes_as_in_the_file(tmp_path, executor):

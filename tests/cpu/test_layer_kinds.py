@@ -77,8 +77,8 @@ WINDOWS = [(family, n) for family in ("mistral", "qwen2", "qwen3") for n in (1, 
 def test_contexts_longer_than_the_window(executor, checkpoint, random, family, window):
     source = checkpoint(family, None, **windowed(family, window))
     tokens = random.integers(0, tiny.VOCAB, 180)
-    found = logits_of(executor(source, 2), tokens, (178, 1, 1))
-    assert np.abs(found - fp32(source, tokens)).max() < 1e-4
+    logits = logits_of(executor(source, 2), tokens, (178, 1, 1))
+    assert np.abs(logits - fp32(source, tokens)).max() < 1e-4
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "gemma2"])
@@ -90,8 +90,8 @@ def test_long_texts(executor, checkpoint, random, family, threads):
     source = checkpoint(family, None, max_position_embeddings=1024)
     tokens = random.integers(0, tiny.VOCAB, 840)
     made = executor(source, threads, max_nodes=1024, context=1024, pages=80)
-    found = logits_of(made, tokens, (838, 1, 1))
-    assert farthest(found, source, tokens) < 1e-4
+    logits = logits_of(made, tokens, (838, 1, 1))
+    assert farthest(logits, source, tokens) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,9 @@ def test_long_texts(executor, checkpoint, random, family, threads):
 def test_logits_are_those_of_transformers(executor, checkpoint, random, family, name, changes):
     source = checkpoint(family, None, **changes)
     tokens = random.integers(0, tiny.VOCAB, 120)
-    found = logits_of(executor(source, 2), tokens)
-    assert found.std() > 0.3
-    assert farthest(found, source, tokens) < 1e-4
+    logits = logits_of(executor(source, 2), tokens)
+    assert logits.std() > 0.3
+    assert farthest(logits, source, tokens) < 1e-4
 
 
 KINDS = "Q8_0", "Q4_1", "F16"
@@ -131,8 +131,8 @@ def test_files_of_few_bits_are_the_slow_twins(executor, checkpoint, random, fami
     """
     source = checkpoint(family, kind, **IN_FILES.get(family, {}))
     tokens = random.integers(0, tiny.VOCAB, 20 if family in FEW else 60)
-    found = logits_of(executor(source, 2), tokens)
-    assert distance(found, forward(source, tokens)) < SAME
+    logits = logits_of(executor(source, 2), tokens)
+    assert distance(logits, forward(source, tokens)) < SAME
 
 
 def test_experts_in_k_quants(executor, random, tmp_path):
@@ -152,9 +152,9 @@ def test_experts_in_k_quants(executor, random, tmp_path):
     tokens = random.integers(0, tiny.VOCAB, 60)
     made = executor(source, 2)
     assert "Q4_K, Q6_K, Q8_0 as in the file" in made.describe()["dtype"]
-    found = logits_of(made, tokens)
-    assert distance(found, forward(source, tokens)) < SAME
-    assert np.array_equal(found, logits_of(executor(source, kernels="portable"), tokens))
+    logits = logits_of(made, tokens)
+    assert distance(logits, forward(source, tokens)) < SAME
+    assert np.array_equal(logits, logits_of(executor(source, kernels="portable"), tokens))
 
 
 def test_mxfp4_keeps_its_numbers(executor, random, tmp_path):
@@ -174,9 +174,9 @@ def test_mxfp4_keeps_its_numbers(executor, random, tmp_path):
     made = executor(source, 2)
     assert "weights MXFP4, Q8_0 as in the file" in made.describe()["dtype"]
     tokens = random.integers(0, tiny.VOCAB, 60)
-    found = logits_of(made, tokens)
-    assert distance(found, forward(source, tokens)) < SAME
-    assert np.array_equal(found, logits_of(executor(source, kernels="portable"), tokens))
+    logits = logits_of(made, tokens)
+    assert distance(logits, forward(source, tokens)) < SAME
+    assert np.array_equal(logits, logits_of(executor(source, kernels="portable"), tokens))
 
 
 def test_mxfp4_scales_out_of_range_are_named():
@@ -201,8 +201,8 @@ def test_every_instruction_set_gives_the_same_bits(executor, checkpoint, random,
     plain = logits_of(executor(source, kernels="portable"), tokens)
     for name in native.KERNELS:
         if native.kernels(name):
-            found = logits_of(executor(source, 2, kernels=name), tokens)
-            assert np.array_equal(plain, found), name
+            logits = logits_of(executor(source, 2, kernels=name), tokens)
+            assert np.array_equal(plain, logits), name
 
 
 @pytest.mark.parametrize("name", list(filter(native.kernels, native.KERNELS)))
@@ -213,11 +213,11 @@ def test_gelu_by_erf_is_within_a_millionth_of_itself(name):
     sizes = np.concatenate([np.linspace(0, 12.5, 40_001), np.geomspace(1e-30, 1e30, 4_001)])
     gate = np.concatenate([sizes, -sizes[sizes < 12.5], [1.0]]).astype(np.float32)
     up = np.resize(np.array([1, -3, 0.5], np.float32), len(gate))
-    found = gated(name, gate, up)
+    actual = gated(name, gate, up)
     exact = gate.astype(np.float64)
     exact = exact * 0.5 * np.vectorize(math.erfc)(-exact / math.sqrt(2)) * up
-    assert np.all(np.abs(found - exact) <= 1e-6 * np.abs(exact) + 1e-36)
-    assert np.array_equal(found, gated("portable", gate, up))
+    assert np.all(np.abs(actual - exact) <= 1e-6 * np.abs(exact) + 1e-36)
+    assert np.array_equal(actual, gated("portable", gate, up))
     beyond = np.array([np.nan, np.inf, -np.inf, 1, 2, 3, -40, -1e30, np.nan], np.float32)
     seen = np.isfinite(gated(name, beyond, np.ones(9, np.float32)))
     assert seen.tolist() == [False] * 3 + [True] * 5 + [False]
@@ -225,15 +225,15 @@ def test_gelu_by_erf_is_within_a_millionth_of_itself(name):
 
 def test_gelu_by_erf_in_eight_bits_is_the_slow_twin(executor, checkpoint, random):
     """No file says so: Gemma's of few bits with the other GELU in it."""
-    found = copy(checkpoint("gemma3_text", "Q8_0", **IN_FILES["gemma3_text"]))
-    arch = found.architecture
+    source = copy(checkpoint("gemma3_text", "Q8_0", **IN_FILES["gemma3_text"]))
+    arch = source.architecture
     specs = tuple(replace(spec, activation="gelu") for spec in arch.layer_specs)
-    found.architecture = replace(arch, layer_specs=specs)
+    source.architecture = replace(arch, layer_specs=specs)
     tokens = random.integers(0, tiny.VOCAB, 60)
-    logits = logits_of(executor(found, 2), tokens)
-    assert distance(logits, forward(found, tokens)) < SAME
-    found.architecture = arch
-    assert distance(logits, forward(found, tokens)) > SAME, "the two differ"
+    logits = logits_of(executor(source, 2), tokens)
+    assert distance(logits, forward(source, tokens)) < SAME
+    source.architecture = arch
+    assert distance(logits, forward(source, tokens)) > SAME, "the two differ"
 
 
 def exactly(which, gate, up):
@@ -254,8 +254,8 @@ def test_gates_are_what_they_are_called(name, which):
     gate, up = np.meshgrid(np.linspace(-12, 12, 67), np.linspace(-9, 9, 41))
     gate, up = gate.ravel().astype(np.float32), up.ravel().astype(np.float32)
     assert len(gate) % 8 == 3
-    found, exact = gated(name, gate, up, which), exactly(which, gate, up)
-    assert np.all(np.abs(found - exact) <= 1e-5 * np.abs(exact) + 1e-6)
+    actual, exact = gated(name, gate, up, which), exactly(which, gate, up)
+    assert np.all(np.abs(actual - exact) <= 1e-5 * np.abs(exact) + 1e-6)
 
 
 def gated(name, gate, up, which=3):
@@ -307,8 +307,8 @@ def test_experts_of_several_formats(executor, random, left):
     experts = Experts(8, 2, 32, Router(normalised=True))
     source = Uneven(replace(arch, layer_specs=(replace(spec, feed_forward=experts),)), left)
     tokens = random.integers(0, arch.vocab, 40)
-    found = logits_of(executor(source, 2), tokens)
-    assert distance(found, forward(source, tokens)) < SAME
+    logits = logits_of(executor(source, 2), tokens)
+    assert distance(logits, forward(source, tokens)) < SAME
 
 
 class Uneven(RandomCheckpoint):
@@ -331,14 +331,14 @@ def test_a_router_that_is_not_finite_is_told_of(executor, checkpoint):
     (spec,) = set(arch.layer_specs)
     experts = Experts(8, 2, 32, ROUTERS[2])
     source = Broken(replace(arch, layer_specs=(replace(spec, feed_forward=experts),)))
-    found = logits_of(executor(source), np.arange(20))
-    assert np.isnan(found).all()
+    logits = logits_of(executor(source), np.arange(20))
+    assert np.isnan(logits).all()
 
 
 class Broken(RandomCheckpoint):
     def tensor(self, name):
-        found = super().tensor(name)
-        return found * np.nan if name.endswith("mlp.gate.weight") else found
+        weight = super().tensor(name)
+        return weight * np.nan if name.endswith("mlp.gate.weight") else weight
 
 
 def test_only_visited_experts_are_read(checkpoint, random):
@@ -350,21 +350,21 @@ def test_only_visited_experts_are_read(checkpoint, random):
     tokens = random.integers(0, arch.vocab, 12)
     source = Chosen(arch)
     made = CpuExecutor(source, limits(arch.vocab), 1)
-    found = logits_of(made, tokens)
+    logits = logits_of(made, tokens)
     made.shutdown()
-    assert np.isfinite(found).all()
+    assert np.isfinite(logits).all()
 
 
 class Chosen(RandomCheckpoint):
     """Experts 0 and 5 are always chosen; the others are not numbers."""
 
     def tensor(self, name):
-        found = super().tensor(name).copy()
+        weight = super().tensor(name).copy()
         if name.endswith("embed_tokens.weight"):
-            found[:, 0] = 5.0
+            weight[:, 0] = 5.0
         if name.endswith("mlp.gate.weight"):
-            found[:] = 0.0
-            found[[0, 5], 0] = 9.0
+            weight[:] = 0.0
+            weight[[0, 5], 0] = 9.0
         if ".experts." in name and not any(f".experts.{kept}." in name for kept in (0, 5)):
-            found[:] = np.nan
-        return found
+            weight[:] = np.nan
+        return weight

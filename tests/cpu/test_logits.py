@@ -34,12 +34,12 @@ def fp32(checkpoint, tokens):
     return expected_logits(checkpoint, tokens).numpy()
 
 
-def farthest(found, checkpoint, tokens):
+def farthest(logits, checkpoint, tokens):
     """The largest difference to the reference's logits in float32 or, if it is above 1e-4, to those
     in float64: the reference's own sums are off by up to 8e-5, by more on one processor than on
     another.
     """
-    off = np.abs(found - fp32(checkpoint, tokens)).max()
+    off = np.abs(logits - fp32(checkpoint, tokens)).max()
     if off < 1e-4:
         return off
     model = tiny.reference(checkpoint).double()
@@ -47,12 +47,12 @@ def farthest(found, checkpoint, tokens):
         model.set_experts_implementation("eager")  # The others' products take no float64.
     with torch.no_grad():
         exact = model(torch.tensor(tokens).long()[None]).logits[0].numpy()
-    return np.abs(found - exact).max()
+    return np.abs(logits - exact).max()
 
 
-def distance(found, expected):
+def distance(logits, expected):
     """Root mean square difference over the spread of the expected logits."""
-    return float(np.sqrt(np.mean((found - expected) ** 2)) / expected.std())
+    return float(np.sqrt(np.mean((logits - expected) ** 2)) / expected.std())
 
 
 SHAPES = {
@@ -84,9 +84,9 @@ CASES = [
 def test_families_formats_and_shapes(executor, checkpoint, random, family, kind, changes):
     source = checkpoint(family, kind, **changes)
     tokens = random.integers(0, tiny.VOCAB, 120 if "rope" in changes else 60)
-    found = logits_of(executor(source), tokens)
-    assert distance(found, forward(source, tokens)) < SAME
-    assert distance(found, fp32(source, tokens)) < CLOSE
+    logits = logits_of(executor(source), tokens)
+    assert distance(logits, forward(source, tokens)) < SAME
+    assert distance(logits, fp32(source, tokens)) < CLOSE
 
 
 def test_scores_that_are_hundreds_apart(executor, random, tmp_path):
@@ -97,8 +97,8 @@ def test_scores_that_are_hundreds_apart(executor, random, tmp_path):
             layer.self_attn.q_norm.weight.mul_(40)
     source = FolderCheckpoint(tiny.save_folder(hf, tmp_path / "sharp"))
     tokens = random.integers(0, tiny.VOCAB, 40)
-    found, expected = logits_of(executor(source), tokens), forward(source, tokens)
-    assert distance(found, expected) < 1e-3
+    logits, expected = logits_of(executor(source), tokens), forward(source, tokens)
+    assert distance(logits, expected) < 1e-3
 
 
 @pytest.mark.parametrize("kind", [*K_QUANTS, "MXFP4"])
@@ -132,8 +132,8 @@ class Broken(RandomCheckpoint):
         self.where = where
 
     def tensor(self, name):
-        found = super().tensor(name)
-        return found * np.nan if self.where in name else found
+        weight = super().tensor(name)
+        return weight * np.nan if self.where in name else weight
 
 
 @pytest.mark.parametrize("family", ["granite", "gemma2"])
@@ -141,8 +141,8 @@ def test_logits_of_a_large_vocabulary_are_scaled_and_softened(executor, checkpoi
     """In pieces of 4,096 numbers (csrc/logits.cpp)."""
     source = checkpoint(family, None, vocab_size=9000, num_hidden_layers=1)
     tokens = random.integers(0, tiny.VOCAB, 5)
-    found = logits_of(executor(source, 2), tokens)
-    assert np.abs(found - fp32(source, tokens)).max() < 1e-4
+    logits = logits_of(executor(source, 2), tokens)
+    assert np.abs(logits - fp32(source, tokens)).max() < 1e-4
 
 
 @pytest.mark.slow
@@ -151,11 +151,11 @@ def test_the_default_model_agrees_with_fp32(executor, default_model):
     """4,175 tokens of other text gave a perplexity 0.22 % (+- 0.14 %) above that of fp32."""
     text = (ROOT / "LICENSE").read_text()
     tokens = np.array(default_model.tokenizer.encode(text), np.int32)[:200]
-    found = logits_of(executor(default_model.checkpoint, 2, max_nodes=200), tokens)
+    logits = logits_of(executor(default_model.checkpoint, 2, max_nodes=200), tokens)
     expected = fp32(default_model.checkpoint, tokens)
-    assert distance(found, expected) < 0.05
-    assert np.mean(found.argmax(-1) == expected.argmax(-1)) > 0.95
-    assert perplexity(found, tokens) == pytest.approx(perplexity(expected, tokens), rel=0.01)
+    assert distance(logits, expected) < 0.05
+    assert np.mean(logits.argmax(-1) == expected.argmax(-1)) > 0.95
+    assert perplexity(logits, tokens) == pytest.approx(perplexity(expected, tokens), rel=0.01)
 
 
 def perplexity(logits, tokens):

@@ -202,12 +202,12 @@ class Poisoned(Damaged):
     """The embedding of token `culprit` is not finite, so nothing is behind it."""
 
     def packed(self, name):
-        found = self._whole.packed(name)
+        matrix = self._whole.packed(name)
         if name != "model.embed_tokens.weight":
-            return found
-        rows = found.rows.copy()
+            return matrix
+        rows = matrix.rows.copy()
         rows.view("<f4")[self._culprit] = np.nan
-        return replace(found, rows=rows)
+        return replace(matrix, rows=rows)
 
 
 @pytest.mark.parametrize("reached", [True, False])

@@ -66,11 +66,11 @@ def test_the_oracle_is_better_than_what_spans_each_group(random, kind):
     low, high = np.minimum(groups.min(1), 0)[:, None], groups.max(1)[:, None]
     step = np.where(high > low, (high - low) / 15, 1)
     spanned = (np.rint((groups - low) / step) * step + low).reshape(weight.shape)
-    found = dequantize(quantise(weight), Q4_K)
+    values = dequantize(quantise(weight), Q4_K)
     size = np.square(weight).sum()
     worst = 1.2 if kind == "a few values" else 1.0
-    assert np.square(found - weight).sum() <= worst * np.square(spanned - weight).sum()
-    assert np.square(found - weight).sum() < 0.02 * size
+    assert np.square(values - weight).sum() <= worst * np.square(spanned - weight).sum()
+    assert np.square(values - weight).sum() < 0.02 * size
 
 
 def test_what_is_not_finite_is_noticed(random):
@@ -115,9 +115,9 @@ def test_a_folder_computes_with_it(folder, random):
     assert bits / 8 <= facts["weight_bytes"] < bits / 8 * 1.1
     config = EngineConfig(model=str(source.path), dtype="q4_k")
     assert 0.8 * facts["weight_bytes"] < EXECUTORS["cpu"].needs(config, arch, source).weights
-    found, exact = logits_of(made, tokens), fp32(source, tokens)
+    logits, exact = logits_of(made, tokens), fp32(source, tokens)
     made.shutdown()
-    assert 1e-3 < distance(found, exact) < 0.6
+    assert 1e-3 < distance(logits, exact) < 0.6
 
 
 def test_narrow_matrices_become_8_bits_and_the_start_says_so(folder, random):

@@ -78,14 +78,14 @@ class Buyer(NgramDrafter):
         self.waiting[slot_init.slot] = NO_DRAFT, []
 
     def propose(self, plan):
-        found = super().propose(plan)
+        trees = super().propose(plan)
         asked = ((plan.max_nodes > 0) & (plan.max_depth > 0)).tolist()
-        for slot, draft, some in zip(plan.slots.tolist(), found, asked, strict=True):
+        for slot, draft, some in zip(plan.slots.tolist(), trees, asked, strict=True):
             if some:
                 self.calibration.learn(*self.waiting[slot])
                 self.waiting[slot] = (NO_DRAFT if plan.node_costs is None else draft), []
         return (
-            found if plan.node_costs is None else bought(self.calibration, found, plan.node_costs)
+            trees if plan.node_costs is None else bought(self.calibration, trees, plan.node_costs)
         )
 
     def observe(self, plan, trees, outcome):
@@ -262,16 +262,16 @@ def test_many_answers():
     random = np.random.default_rng(11)
     words = [random.integers(0, 49152, random.integers(1, 6)).tolist() for _ in range(300)]
     twins = Twins(0.02, capacity=3000)
-    found = []
+    drafted = []
     for _ in range(60):
         drawn = np.minimum(random.zipf(1.3, 40), len(words)) - 1
         text = [token for word in drawn.tolist() for token in words[word]]
         twins.begin(0, text[:5])
         steps = [text[at : at + 3] for at in range(5, len(text), 3)]
-        found.append(sum(twins.step([0], [8], [8], [some]) for some in steps) / len(steps))
+        drafted.append(sum(twins.step([0], [8], [8], [some]) for some in steps) / len(steps))
         twins.end(0)
     assert 1500 < twins.both[1].describe()["cache"] <= 3000
-    assert np.mean(found[-20:]) > 1.5 * found[0]
+    assert np.mean(drafted[-20:]) > 1.5 * drafted[0]
 
 
 def test_a_prediction_with_half_of_the_votes_is_where_a_token_comes_from():

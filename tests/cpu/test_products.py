@@ -92,9 +92,9 @@ def test_equal_to_numpy(random, kind, channels, inputs):
     x = random.standard_normal((7, inputs)) * random.choice([1e-3, 1, 50], (7, 1))
     x = x.astype(np.float32)
     meets = x.astype(np.float64) if kind in FLOATS else quantised(x)
-    found = multiply("", kind, raw, channels, x)
+    product = multiply("", kind, raw, channels, x)
     size = np.abs(x) @ np.abs(weight.T)
-    assert np.all(np.abs(found - meets @ weight.T) <= 2e-6 * size + 1e-30)
+    assert np.all(np.abs(product - meets @ weight.T) <= 2e-6 * size + 1e-30)
 
 
 @pytest.mark.parametrize("kind", FLOATS)
@@ -104,10 +104,10 @@ def test_floats_are_quantised_where_that_is_asked(random, kind, becomes, inputs)
     raw, weight = stored(random.standard_normal((40, inputs)).astype(np.float32), kind)
     x = random.standard_normal((7, inputs)).astype(np.float32)
     kept = eight_bits(weight) if becomes == "Q8_0" else four_bits(weight)
-    found = multiply("", kind, raw, 40, x, becomes)
+    product = multiply("", kind, raw, 40, x, becomes)
     size = np.abs(x) @ np.abs(weight.T)
-    assert np.all(np.abs(found - quantised(x) @ kept.T) <= 4e-6 * size + 1e-30)
-    assert np.array_equal(found, multiply("portable", kind, raw, 40, x, becomes))
+    assert np.all(np.abs(product - quantised(x) @ kept.T) <= 4e-6 * size + 1e-30)
+    assert np.array_equal(product, multiply("portable", kind, raw, 40, x, becomes))
 
 
 @pytest.mark.parametrize("kernels", ["", "portable"])
@@ -118,13 +118,13 @@ def test_floats_are_added_in_the_order_that_is_written(random, kind, kernels):
     """
     raw, weight = stored(random.standard_normal((19, 51)).astype(np.float32), kind)
     x = random.standard_normal((3, 51)).astype(np.float32)
-    found = multiply(kernels, kind, raw, 19, x)
+    product = multiply(kernels, kind, raw, 19, x)
     sums = np.zeros((2, 3, 19), np.float32)
     for i in range(51):
         exact = x[:, i, None].astype(np.float64) * weight[:, i] + sums[i % 2]
         sums[i % 2] = exact.astype(np.float32)
-    assert np.mean(found == sums[0] + sums[1]) > 0.95
-    assert np.allclose(found, sums[0] + sums[1], rtol=1e-5, atol=1e-6)
+    assert np.mean(product == sums[0] + sums[1]) > 0.95
+    assert np.allclose(product, sums[0] + sums[1], rtol=1e-5, atol=1e-6)
 
 
 def in_groups(weight):
@@ -233,8 +233,8 @@ def test_groups_are_added_in_the_order_that_is_written(random, kind, kernels):
         acc = (scales * (numbers @ q.T) + acc).astype(np.float32)
         sums = (factor * numbers.sum(1).astype(np.float32)).astype(np.float64)
         low = (sums[:, None] * offset + low).astype(np.float32)
-    found = multiply(kernels, kind, raw, 19, x)
-    assert np.mean(found == (acc if kind in ("Q8_0", "Q5_0") else acc + low)) > 0.95
+    product = multiply(kernels, kind, raw, 19, x)
+    assert np.mean(product == (acc if kind in ("Q8_0", "Q5_0") else acc + low)) > 0.95
 
 
 @pytest.mark.parametrize("kernels", ["", "portable"])
@@ -245,10 +245,10 @@ def test_k_quants(random, kind, kernels):
     weight = dequantize(raw, GGMLQuantizationType[kind])
     x = random.standard_normal((5, 512))
     expected = quantised(x.astype(np.float32)) @ weight.T.astype(np.float64)
-    found = multiply(kernels, kind, raw, 40, x)
+    product = multiply(kernels, kind, raw, 40, x)
     # The two parts of a weight with an offset are added up apart.
     size = np.abs(x).sum(-1, keepdims=True) * 0.01 * 64 * 32
-    assert np.all(np.abs(found - expected) <= 2e-6 * size)
+    assert np.all(np.abs(product - expected) <= 2e-6 * size)
 
 
 @pytest.mark.parametrize("kernels", ["", "portable"])
@@ -256,12 +256,12 @@ def test_k_quants(random, kind, kernels):
 def test_four_bits_that_ggml_does_not_write(random, kind, kernels):
     raw, weight, eight = four_bit_rows(random, kind, 40, 512)
     x = random.standard_normal((5, 512)).astype(np.float32)
-    found = multiply(kernels, kind, raw, 40, x)
+    product = multiply(kernels, kind, raw, 40, x)
     # The two parts of a weight with a zero point are added up apart.
     size = np.abs(x).sum(-1, keepdims=True) * np.abs(weight).max() * 2
-    assert np.all(np.abs(found - quantised(x) @ weight.T.astype(np.float64)) <= 2e-6 * size)
+    assert np.all(np.abs(product - quantised(x) @ weight.T.astype(np.float64)) <= 2e-6 * size)
     if kind == "MXFP4":  # The same integers, and the same order of float32.
-        assert np.array_equal(found, multiply(kernels, "Q8_0", eight, 40, x))
+        assert np.array_equal(product, multiply(kernels, "Q8_0", eight, 40, x))
 
 
 def test_small_groups_of_integers_are_the_same_numbers_in_eight_bits(random):
@@ -289,9 +289,9 @@ def test_extreme_integers_do_not_overflow(random, kind):
         x = random.choice([-1.0, 1.0], (4, 128)) if fill == "random" else np.ones((4, 128))
         flat = np.ascontiguousarray(raw.reshape(16, -1))
         weight = dequantize(flat, GGMLQuantizationType[kind]).astype(np.float64)
-        found = multiply("", kind, flat, 16, x)
-        assert np.allclose(found, x @ weight.T, rtol=1e-5, atol=1e-3)
-        assert np.array_equal(found, multiply("portable", kind, flat, 16, x))
+        product = multiply("", kind, flat, 16, x)
+        assert np.allclose(product, x @ weight.T, rtol=1e-5, atol=1e-3)
+        assert np.array_equal(product, multiply("portable", kind, flat, 16, x))
 
 
 @pytest.mark.parametrize("kernels", INSTRUCTION_SETS)
@@ -312,9 +312,9 @@ def test_extreme_integers_that_are_spread_do_not_overflow(random, kernels, kind,
     raw = raw.reshape(16, -1)
     weight = dequantize(raw, GGMLQuantizationType[kind]).astype(np.float64)
     for x in (np.ones((12, 256)), -np.ones((4, 256)), random.choice([-1.0, 1.0], (12, 256))):
-        found = multiply(kernels, kind, raw, 16, x)
-        assert np.allclose(found, x @ weight.T, rtol=1e-5, atol=1e-3)
-        assert np.array_equal(found, multiply("portable", kind, raw, 16, x))
+        product = multiply(kernels, kind, raw, 16, x)
+        assert np.allclose(product, x @ weight.T, rtol=1e-5, atol=1e-3)
+        assert np.array_equal(product, multiply("portable", kind, raw, 16, x))
 
 
 @pytest.mark.parametrize("kernels", ["", "portable"])
@@ -326,13 +326,13 @@ def test_every_half_is_read_as_ieee_says(kernels):
     raw[..., 2] = 1
     x = np.zeros((16, 512), np.float32)
     x[np.arange(16), np.arange(16) * 32] = 127.0  # scale 1, q = 127
-    found = multiply(kernels, "Q8_0", raw.reshape(4096, -1), 4096, x)
+    product = multiply(kernels, "Q8_0", raw.reshape(4096, -1), 4096, x)
     with np.errstate(invalid="ignore"):
         expected = halves.view(np.float16).astype(np.float32).T * np.float32(127)
     finite = np.isfinite(expected).all(0)
     assert finite.sum() > 3800
-    assert np.array_equal(found[:, finite], expected[:, finite])
-    assert not np.isfinite(found[:, ~finite]).all(0).any()
+    assert np.array_equal(product[:, finite], expected[:, finite])
+    assert not np.isfinite(product[:, ~finite]).all(0).any()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -342,18 +342,18 @@ def test_a_row_that_is_not_finite_says_so_and_spares_the_others(random, bad):
     clean = multiply("", "Q4_0", raw, 32, x)
     x[2, 40] = bad
     for kernels in ("", "portable"):
-        found = multiply(kernels, "Q4_0", raw, 32, x)
-        assert np.isnan(found[2]).all()
-        assert np.array_equal(np.delete(found, 2, 0), np.delete(clean, 2, 0))
+        product = multiply(kernels, "Q4_0", raw, 32, x)
+        assert np.isnan(product[2]).all()
+        assert np.array_equal(np.delete(product, 2, 0), np.delete(clean, 2, 0))
 
 
 def test_zeros_and_the_smallest_numbers(random):
     raw, _ = stored(random.standard_normal((32, 64)).astype(np.float32), "Q8_0")
     x = np.stack([np.zeros(64), np.full(64, 1e-42), np.full(64, 1e-25)]).astype(np.float32)
-    found = multiply("", "Q8_0", raw, 32, x)
-    assert np.array_equal(found[:2], np.zeros((2, 32), np.float32))
-    assert np.isfinite(found).all() and np.abs(found[2]).max() > 0
-    assert np.array_equal(found, multiply("portable", "Q8_0", raw, 32, x))
+    product = multiply("", "Q8_0", raw, 32, x)
+    assert np.array_equal(product[:2], np.zeros((2, 32), np.float32))
+    assert np.isfinite(product).all() and np.abs(product[2]).max() > 0
+    assert np.array_equal(product, multiply("portable", "Q8_0", raw, 32, x))
 
 
 def test_kernels_are_chosen_by_name():
@@ -379,8 +379,8 @@ def test_every_instruction_set_gives_the_bits_of_plain_code(random, kernels, kin
     for rows in (*range(1, 18), 31, 64, 65, 67, 72, 130):
         x = random.standard_normal((rows, inputs)) * np.exp(random.normal(0, 3, (rows, inputs)))
         x[rows // 2, 7] = np.nan if rows % 5 == 3 else 1.0
-        plain, found = (multiply(name, kind, raw, channels, x) for name in ("portable", kernels))
-        same = (plain.view(np.uint32) == found.view(np.uint32)) | (
-            np.isnan(plain) & np.isnan(found)
+        plain, product = (multiply(name, kind, raw, channels, x) for name in ("portable", kernels))
+        same = (plain.view(np.uint32) == product.view(np.uint32)) | (
+            np.isnan(plain) & np.isnan(product)
         )
         assert same.all(), rows

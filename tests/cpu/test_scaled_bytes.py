@@ -41,8 +41,8 @@ def test_every_level_is_the_same_bit_for_bit(random):
     rows[1, 2:] = 0
     rows[2, 2:] = 255
     expected = dequantize(rows, gguf.GGMLQuantizationType.IQ4_NL)
-    found = dequantize(rows_of_levels(rows), Q8_0)
-    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+    actual = dequantize(rows_of_levels(rows), Q8_0)
+    np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
     strided = np.repeat(rows, 2, 0)[::2]
     np.testing.assert_array_equal(rows_of_levels(strided), rows_of_levels(rows))
 
@@ -67,7 +67,7 @@ def test_logits_are_those_of_the_same_numbers_in_q8_0(kind, random, tmp_path, ex
     tokens = random.integers(0, tiny.VOCAB, 40)
     made = executor(source, 2)
     assert SAID[kind] in made.describe()["dtype"]
-    found = logits_of(made, tokens)
-    assert np.array_equal(found, logits_of(executor(same, 2), tokens))
-    assert np.array_equal(found, logits_of(executor(source, kernels="portable"), tokens))
-    assert distance(found, forward(source, tokens)) < SAME
+    logits = logits_of(made, tokens)
+    assert np.array_equal(logits, logits_of(executor(same, 2), tokens))
+    assert np.array_equal(logits, logits_of(executor(source, kernels="portable"), tokens))
+    assert distance(logits, forward(source, tokens)) < SAME

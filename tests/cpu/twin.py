@@ -272,8 +272,8 @@ class Twin:
             scores = np.concatenate([entered, turned], -1) @ keys.T
             scores[~np.tri(count, dtype=bool)] = -np.inf
             weights = np.exp(scores - scores.max(-1, keepdims=True))
-            found = weights / weights.sum(-1, keepdims=True) @ keys[:, : about.rank]
-            mixed.append(rounded(found.astype(np.float32)) @ out_of.T)
+            attended = weights / weights.sum(-1, keepdims=True) @ keys[:, : about.rank]
+            mixed.append(rounded(attended.astype(np.float32)) @ out_of.T)
         return self.product(prefix + "o_proj", np.concatenate(mixed, -1))
 
     def heads(self, prefix, which, x, spec):

@@ -70,16 +70,16 @@ def test_codexs_fields_and_a_loop_of_answers(codex):
             "extra_body": {"client_metadata": {"x-id": "a"}, "seed": 0}}  # fmt: skip
     answer = codex.responses.with_raw_response.create(input="Where?", **sent)
     assert "tools.web_search" in answer.headers["x-forerun-ignored"]
-    found = answer.parse()
+    parsed = answer.parse()
     for turn in range(3):
-        (call,) = [item for item in found.output if item.type == "function_call"]
+        (call,) = [item for item in parsed.output if item.type == "function_call"]
         output = {"type": "function_call_output", "call_id": call.call_id, "output": f"Turn {turn}"}
-        before, found = (
-            found,
-            codex.responses.create(input=[output], previous_response_id=found.id, **sent),
+        before, parsed = (
+            parsed,
+            codex.responses.create(input=[output], previous_response_id=parsed.id, **sent),
         )
-        assert found.previous_response_id == before.id
-        assert found.usage.input_tokens > before.usage.input_tokens
+        assert parsed.previous_response_id == before.id
+        assert parsed.usage.input_tokens > before.usage.input_tokens
         assert json.loads(call.arguments).keys() == {"city", "days"}
     counted = codex.responses.input_tokens.count(input="Where?", model="toy")
     assert counted.input_tokens > 0

@@ -15,8 +15,8 @@ TEXTS = ["Hi", "A longer text, read in one step.", "Hi"]
 def expected(text, length=True, dimensions=4):
     """The toy's last hidden state of a text, as its docstring has it."""
     last, before = (list(text.encode()) * 2)[-1], (0, *text.encode())[-2]
-    found = np.array([256, last, before, sum(text.encode()) % 256])[:dimensions] / 256
-    return found / np.linalg.norm(found) if length else found
+    vector = np.array([256, last, before, sum(text.encode()) % 256])[:dimensions] / 256
+    return vector / np.linalg.norm(vector) if length else vector
 
 
 @with_two()
@@ -51,8 +51,8 @@ def test_openai_as_it_is_sent(server):
 def test_more_inputs_than_are_in_flight(server):
     texts = [f"{n}" for n in range(300)]
     data = server.post("/v1/embeddings", {"input": texts}).json()["data"]
-    found = np.array([one["embedding"] for one in data])
-    np.testing.assert_allclose(found, [expected(text) for text in texts], rtol=1e-6)
+    actual = np.array([one["embedding"] for one in data])
+    np.testing.assert_allclose(actual, [expected(text) for text in texts], rtol=1e-6)
 
 
 @with_two()
@@ -70,8 +70,8 @@ def test_ollama(server):
 
 def test_ollama_cuts_to_the_context_and_others_refuse(server):
     long = "x" * 4095 + "yz" * 9
-    found = server.post("/api/embed", {"input": long}).json()
-    np.testing.assert_allclose(found["embeddings"][0], expected(long[:4096]), rtol=1e-6)
+    reply = server.post("/api/embed", {"input": long}).json()
+    np.testing.assert_allclose(reply["embeddings"][0], expected(long[:4096]), rtol=1e-6)
     for path, body in (
         ("/api/embed", {"input": ["a", long], "truncate": False}),
         ("/v1/embeddings", {"input": ["a", long]}),
@@ -79,15 +79,15 @@ def test_ollama_cuts_to_the_context_and_others_refuse(server):
         answer = server.post(path, body)
         assert answer.status_code == 400 and "input[1] has" in answer.text, path
     asked = {"input": long, "truncate_prompt_tokens": 7}
-    found = server.post("/v1/embeddings", asked).json()["data"][0]["embedding"]
-    np.testing.assert_allclose(found, expected(long[-7:]), rtol=1e-6)
+    reply = server.post("/v1/embeddings", asked).json()["data"][0]["embedding"]
+    np.testing.assert_allclose(reply, expected(long[-7:]), rtol=1e-6)
 
 
 @pytest.mark.parametrize("path", ["/embedding", "/embeddings"])
 def test_llama_cpp(server, path):
-    found = server.post(path, {"content": TEXTS}).json()
-    assert [one["index"] for one in found] == [0, 1, 2]
-    for text, one in zip(TEXTS, found, strict=True):
+    reply = server.post(path, {"content": TEXTS}).json()
+    assert [one["index"] for one in reply] == [0, 1, 2]
+    for text, one in zip(TEXTS, reply, strict=True):
         np.testing.assert_allclose(one["embedding"], [expected(text)], rtol=1e-6)
     raw = server.post(path, {"content": "Hi", "embd_normalize": -1}).json()
     np.testing.assert_allclose(raw[0]["embedding"][0], expected("Hi", length=False))

@@ -259,9 +259,9 @@ def test_lines_that_end_a_text():
 
 def test_an_answer_that_fails_is_not_said_to_be_cut():
     cut = lambda text, seconds: text  # noqa: E731
-    found = SimpleNamespace(prompt_tokens=1, requests=(), cut=lambda: cut)
+    generation = SimpleNamespace(prompt_tokens=1, requests=(), cut=lambda: cut)
     served = SimpleNamespace(engine=None, meter=SimpleNamespace(gap=None))
-    session = GenerationSession(found, served, None, None)
+    session = GenerationSession(generation, served, None, None)
     for finish in (Finish.ERROR, Finish.ABORT):
         assert session._shortened(Delta(RequestId("r"), 0, finish=finish)).finish == finish
     assert session._shortened(Delta(RequestId("r"), 0, finish=Finish.STOP)).finish == Finish.LENGTH

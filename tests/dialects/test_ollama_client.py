@@ -214,8 +214,8 @@ def test_thinking_is_told_apart(thinking):
 def test_logprobs_are_those_of_the_other_route(server, client):
     choice, _ = chat(server, **SAMPLED, logprobs=True, top_logprobs=2)
     answer = ask(client, SAMPLED, logprobs=True, top_logprobs=2)
-    found = [(entry.token, entry.logprob) for entry in answer.logprobs]
-    assert found == [(entry["token"], entry["logprob"]) for entry in choice["logprobs"]["content"]]
+    logprobs = [(entry["token"], entry["logprob"]) for entry in choice["logprobs"]["content"]]
+    assert [(entry.token, entry.logprob) for entry in answer.logprobs] == logprobs
 
 
 def test_models(server, client):
@@ -323,15 +323,15 @@ def test_the_served_model_is_pulled_at_once(server, client, name):
 
 
 @pytest.mark.parametrize(
-    ("model", "number", "weights", "found"),
+    ("model", "number", "weights", "size"),
     [
         ("org/name:Q4_K_M", "", 134_515_008, ("gguf", "134.5M", "Q4_K_M")),
         ("/a/b.q8_0.gguf", "", 8_030_261_248, ("gguf", "8.0B", "Q8_0")),
         ("org/name", "bfloat16", 0, ("safetensors", "", "BF16")),
         ("/a/folder", "", 1500, ("safetensors", "1.5K", "")),
         *(
-            ("org/name", f"weights {words}, activations 8 bits in groups of 32", 1, found)
-            for words, found in [
+            ("org/name", f"weights {words}, activations 8 bits in groups of 32", 1, size)
+            for words, size in [
                 ("Q4_1 as in the file", ("gguf", "1", "Q4_1")),
                 ("Q4_K, Q6_K as in the file, IQ2_S made q8_0", ("gguf", "1", "Q4_K")),
                 ("bfloat16, float32 made q8_0", ("safetensors", "1", "Q8_0")),
@@ -340,9 +340,9 @@ def test_the_served_model_is_pulled_at_once(server, client, name):
         ),
     ],
 )
-def test_details_of_a_model(model, number, weights, found):
+def test_details_of_a_model(model, number, weights, size):
     info = {"family": "llama", "parameters": weights, "executor": {"dtype": number}}
     loaded = SimpleNamespace(config=SimpleNamespace(model=model), info=info, name="name")
     told = _details(SimpleNamespace(loaded=loaded))
-    assert (told["format"], told["parameter_size"], told["quantization_level"]) == found
+    assert (told["format"], told["parameter_size"], told["quantization_level"]) == size
     assert told["family"] == "llama"

@@ -61,13 +61,13 @@ def test_prefixes_are_forgotten(server):
 @pytest.mark.parametrize("order", [{"rid": "mine"}, {"abort_all": True}])
 def test_a_request_is_ended_by_its_name(server, order):
     body = {"prompt": "Hi", "max_tokens": 4000, "ignore_eos": True, "rid": "mine"}
-    found = []
-    asking = threading.Thread(target=lambda: found.append(server.post("/v1/completions", body)))
+    events = []
+    asking = threading.Thread(target=lambda: events.append(server.post("/v1/completions", body)))
     asking.start()
     while not server.post("/abort_request", order).json()["aborted"]:
         time.sleep(0.01)
     asking.join()
-    assert found[0].status_code == 400 and found[0].json()["error"]["code"] == "aborted"
+    assert events[0].status_code == 400 and events[0].json()["error"]["code"] == "aborted"
     assert server.post("/abort_request", {"rid": "nobody"}).json() == {"aborted": 0}
     assert server.post("/abort_request", {}).status_code == 400
     assert server.idle()

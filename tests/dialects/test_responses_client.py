@@ -181,8 +181,8 @@ def test_logprobs_are_those_of_the_other_route(server, client):
     theirs = choice["logprobs"]["content"]
     include = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     answer = ask(client, SAMPLED, **include)
-    found = answer.to_dict()["output"][0]["content"][0]["logprobs"]
-    assert found == theirs
+    logprobs = answer.to_dict()["output"][0]["content"][0]["logprobs"]
+    assert logprobs == theirs
     events = list(client.responses.create(stream=True, **options(SAMPLED, **include)))
     pieces = [entry.to_dict() for event in events if event.type == "response.output_text.delta"
               for entry in event.logprobs]  # fmt: skip
@@ -308,13 +308,13 @@ def test_a_conversation_is_truncated_to_what_there_is_room_for(server, turns):
     body = {"instructions": "Be brief.", "max_output_tokens": 8, "temperature": 0}
     answer = server.post("/v1/responses", {**body, "input": [*past, last], "truncation": "auto"})
     assert answer.status_code == 200, answer.text
-    found = answer.json()
-    assert found["truncation"] == "auto"
+    reply = answer.json()
+    assert reply["truncation"] == "auto"
     left = int((answer.headers.get("x-forerun-ignored") or "input (0").split("(")[1].split()[0])
     assert left % 2 == 0 and (left > 0) == (turns > 7)
     same = server.post("/v1/responses", {**body, "input": [*past[left:], last]})
-    assert same.json()["output"][0]["content"] == found["output"][0]["content"]
-    assert same.json()["usage"]["input_tokens"] == found["usage"]["input_tokens"]
+    assert same.json()["output"][0]["content"] == reply["output"][0]["content"]
+    assert same.json()["usage"]["input_tokens"] == reply["usage"]["input_tokens"]
     if left:
         more = server.post("/v1/responses", {**body, "input": [*past[left - 2 :], last]})
         assert more.status_code == 400

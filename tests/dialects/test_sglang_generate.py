@@ -55,11 +55,11 @@ def test_the_tokens_are_those_of_the_other_route(server, sampling):
 @with_two()
 def test_events_say_the_text_so_far(server):
     whole = ask(server, SAMPLED)
-    found = pieces(server, {"text": "Hi", "sampling_params": params(SAMPLED)})
-    assert all(b["text"].startswith(a["text"]) for a, b in pairwise(found))
-    assert found[-1]["text"] == whole["text"] and found[-1]["output_ids"] == whole["output_ids"]
-    reasons = [one["meta_info"]["finish_reason"] for one in found]
-    assert reasons[:-1] == [None] * (len(found) - 1)
+    events = pieces(server, {"text": "Hi", "sampling_params": params(SAMPLED)})
+    assert all(b["text"].startswith(a["text"]) for a, b in pairwise(events))
+    assert events[-1]["text"] == whole["text"] and events[-1]["output_ids"] == whole["output_ids"]
+    reasons = [one["meta_info"]["finish_reason"] for one in events]
+    assert reasons[:-1] == [None] * (len(events) - 1)
     assert reasons[-1] == {"type": "length", "length": 40}
 
 
@@ -144,9 +144,9 @@ def test_each_text_has_its_own_parameters(server):
             "rid": ["a", "b", "c"]}  # fmt: skip
     answer = server.post(GENERATE, body)
     assert answer.status_code == 200, answer.text
-    found = answer.json()
-    assert [one["output_ids"] for one in found] == alone
-    metas = [one["meta_info"] for one in found]
+    reply = answer.json()
+    assert [one["output_ids"] for one in reply] == alone
+    metas = [one["meta_info"] for one in reply]
     assert [meta["id"] for meta in metas] == ["a", "b", "c"]
     assert [len(top) for top in metas[0]["output_top_logprobs"]] == [2] * 3
     assert "output_token_logprobs" not in metas[1] and len(metas[2]["input_token_logprobs"]) == 2

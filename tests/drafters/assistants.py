@@ -104,8 +104,8 @@ def right_for(hf, every=1):
 @torch.no_grad()
 def _run(hf, text):
     """The target's keys and values of a text, and its last hidden state after the final norm."""
-    found = hf.model(torch.tensor([text]), use_cache=False, return_shared_kv_states=True)
-    return found.shared_kv_states, found.last_hidden_state[:, -1:]
+    outputs = hf.model(torch.tensor([text]), use_cache=False, return_shared_kv_states=True)
+    return outputs.shared_kv_states, outputs.last_hidden_state[:, -1:]
 
 
 def dense(hf, made, text, drafted, moving=0):
@@ -129,12 +129,12 @@ def _step(hf, made, text, drafted, moving):
     if drafted:
         hidden = _step(hf, made, text, drafted[:-1], moving)[1]
     token = torch.tensor([[[*text, *drafted][-1]]])
-    found = made(
+    draft = made(
         inputs_embeds=torch.cat([hf.model.embed_tokens(token), hidden], -1),
         position_ids=torch.tensor([[len(text) - 1 + moving * len(drafted)]]),
         shared_kv_states=dict(states),
     )
-    return found.logits[0, 0], found.last_hidden_state
+    return draft.logits[0, 0], draft.last_hidden_state
 
 
 def in_gguf(made, path, kind="F32", **changes):

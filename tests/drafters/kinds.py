@@ -156,8 +156,8 @@ def prediction(hf, layers, folder, naming, depth=3, zeroed=False, centred=False)
 
     def read(zeroed, raw=False):
         def reference(text, path):
-            found = dense(hf, layers, naming == "mimo", text, path, zeroed, raw)
-            return torch.stack(found).log_softmax(-1).detach().numpy()
+            logits = dense(hf, layers, naming == "mimo", text, path, zeroed, raw)
+            return torch.stack(logits).log_softmax(-1).detach().numpy()
 
         return reference
 
@@ -306,10 +306,10 @@ def assistant(kinds, which):
 
         def read(moving):
             def logits(text, path):
-                found = assistants.dense(hf, made, text, path, moving)
+                scores = assistants.dense(hf, made, text, path, moving)
                 if which == "ordered":  # Unscored tokens have what the least of the others has.
-                    found[found == found.min(-1, keepdim=True).values] = -torch.inf
-                return found.log_softmax(-1).numpy()
+                    scores[scores == scores.min(-1, keepdim=True).values] = -torch.inf
+                return scores.log_softmax(-1).numpy()
 
             return logits
 

@@ -42,17 +42,17 @@ def random_layer(hf, seed):
 
 def as_stored(made):
     """A layer's tensors as files have them: experts one by one."""
-    found = {}
+    tensors = {}
     for name, weight in made.state_dict().items():
         prefix, _, kind = name.rpartition(".")
         if not prefix.endswith("experts") or "proj" not in kind:
-            found[name] = weight.detach().clone()
+            tensors[name] = weight.detach().clone()
             continue
         parts = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
         for expert, whole in enumerate(weight.detach()):
             for part, matrix in zip(parts, whole.chunk(len(parts)), strict=True):
-                found[f"{prefix}.{expert}.{part}.weight"] = matrix.clone()
-    return found
+                tensors[f"{prefix}.{expert}.{part}.weight"] = matrix.clone()
+    return tensors
 
 
 def prefix_of(hf, naming):
@@ -193,10 +193,10 @@ def layer_rows(hf, layer, hidden_first, states, tokens, zeroed):
 
 def embedded(hf, tokens, zeroed):
     """Embeddings [n,H], the first one zeros where `zeroed`."""
-    found = hf.model.embed_tokens(torch.tensor(tokens)).clone()
+    embeddings = hf.model.embed_tokens(torch.tensor(tokens)).clone()
     if zeroed:
-        found[0] = 0
-    return found
+        embeddings[0] = 0
+    return embeddings
 
 
 def counting():

@@ -47,8 +47,8 @@ def cells(kinds, compiled, quickly):
 @NO_CORE
 def test_in_8_bits_beside_a_target_in_8_bits(cells):
     """On two threads: one that is right is right but for a few tokens."""
-    found = cells("cpu", "ASSISTANT, right", dtype="q8_0", threads=2).served()
-    assert found.accepted > 0.9 * found.drafted
+    run = cells("cpu", "ASSISTANT, right", dtype="q8_0", threads=2).served()
+    assert run.accepted > 0.9 * run.drafted
 
 
 @pytest.mark.parametrize(
@@ -114,15 +114,15 @@ def repeating(tensors):
 
 
 def test_what_transformers_writes_is_read(kinds, target, folder):
-    found = open_assistant(folder, target)
-    assert [spec.reads for spec in found.architecture.layer_specs] == [0, 0, 0, 1]
-    assert found.cache == () and found.vocab == tiny.VOCAB and found.warnings == ()
-    assert found.clusters.tokens.shape == (assistants.CLUSTERS, 32)
+    opened = open_assistant(folder, target)
+    assert [spec.reads for spec in opened.architecture.layer_specs] == [0, 0, 0, 1]
+    assert opened.cache == () and opened.vocab == tiny.VOCAB and opened.warnings == ()
+    assert opened.clusters.tokens.shape == (assistants.CLUSTERS, 32)
     for name, tensor in load_file(folder / "model.safetensors").items():
         if "token_ordering" not in name:
-            assert np.array_equal(found.tensor(name), tensor.numpy())
+            assert np.array_equal(opened.tensor(name), tensor.numpy())
     with pytest.raises(ModelError, match="scores few tokens already"):
-        found.limited(np.arange(5, dtype=np.int32))
+        opened.limited(np.arange(5, dtype=np.int32))
     plain = open_assistant(kinds["ASSISTANT, shared"].draft, target)
     assert plain.limited(np.arange(5, dtype=np.int32)).vocab == 5
 
@@ -130,16 +130,16 @@ def test_what_transformers_writes_is_read(kinds, target, folder):
 def test_a_file_is_the_folder(kinds, target):
     """As llama.cpp's converter writes it; it leaves the order of the head out."""
     kind = kinds["ASSISTANT, GGUF"]
-    found = open_assistant(kind.draft, target)
+    opened = open_assistant(kind.draft, target)
     plain = open_assistant(kinds["ASSISTANT, shared"].draft, target)
-    assert found.warnings == () and set(found.names()) == set(plain.names())
+    assert opened.warnings == () and set(opened.names()) == set(plain.names())
     for one, two in zip(
-        found.architecture.layer_specs, plain.architecture.layer_specs, strict=True
+        opened.architecture.layer_specs, plain.architecture.layer_specs, strict=True
     ):
         assert replace(one, rope=two.rope) == two
-    assert holds_assistant(kind.draft) and found.clusters is None
-    for name in found.names():
-        assert np.array_equal(found.tensor(name), plain.tensor(name))
+    assert holds_assistant(kind.draft) and opened.clusters is None
+    for name in opened.names():
+        assert np.array_equal(opened.tensor(name), plain.tensor(name))
     with pytest.raises(ModelError, match="an assistant, which drafts for a Gemma 4"):
         GgufCheckpoint(kind.draft)
 
@@ -194,8 +194,8 @@ def test_metadata_that_would_change_it_is_named(kinds, target, tmp_path, changes
 def test_other_rotary_positions_are_a_warning(target, folder):
     ropes = json.loads((folder / "config.json").read_text())["text_config"]["rope_parameters"]
     ropes["sliding_attention"]["rope_theta"] = 5.0
-    found = open_assistant(changed(folder, inner={"rope_parameters": ropes}), target)
-    assert found.warnings == (
+    opened = open_assistant(changed(folder, inner={"rope_parameters": ropes}), target)
+    assert opened.warnings == (
         "its rotary positions are not the target's: few draft tokens may be accepted",
     )
 
@@ -230,24 +230,23 @@ def test_auto_takes_the_one_beside_the_model(kinds, tmp_path, draft):
     """And says so; the memory plan counts it."""
     kind = kinds["ASSISTANT, half"]
     model = shutil.copytree(kind.model, tmp_path / "Gemma")
-    found = tmp_path / "gemma-assistant"
+    beside = tmp_path / "gemma-assistant"
     if draft == "GGUF":
         hf = tiny.model("gemma4_text")
-        found = assistants.in_gguf(assistants.beside(hf), tmp_path / "gemma-assistant-F16.gguf")
+        beside = assistants.in_gguf(assistants.beside(hf), tmp_path / "gemma-assistant-F16.gguf")
         model = tiny.write_gguf(hf, tmp_path / "gemma-Q8_0.gguf")
     else:
-        shutil.copytree(kind.draft, found)
+        shutil.copytree(kind.draft, beside)
     (tmp_path / "gemma-assistant-other").mkdir()
     config = settings(kind, "torch", model=str(model), speculative_algorithm="AUTO",
                       speculative_draft_model_path=None)  # fmt: skip
     with closing(load(config)) as loaded:
         assert loaded.config.speculative_algorithm == "FROZEN_KV_MTP+NGRAM"
-        assert (
-            f"(AUTO: {found} is the model's assistant and lies beside it" in loaded.info["drafting"]
-        )
+        assert f"(AUTO: {beside} is the model's assistant" in loaded.info["drafting"]
+        assert "lies beside it" in loaded.info["drafting"]
         assert "frozen_kv_mtp" in str(loaded.engine.describe()["drafter"])
     planned = sizing(config, described(config), 10**10)
-    assert planned.draft == 4 * open_assistant(found, architecture_at(model)).parameters
+    assert planned.draft == 4 * open_assistant(beside, architecture_at(model)).parameters
     rounds = EngineConfig(model=str(model), executor="torch", device="cuda")
     assert sizing(rounds, described(config), 10**10).draft == 0
 
@@ -264,10 +263,10 @@ def test_auto_drafts_as_without_one_that_does_not_open(kinds, tmp_path, config, 
     """It was not named: a warning says why it is left out, and n-grams draft."""
     kind = kinds["ASSISTANT, half"]
     model = shutil.copytree(kind.model, tmp_path / "Gemma")
-    found = shutil.copytree(kind.draft, tmp_path / "gemma-assistant")
-    about = json.loads((found / "config.json").read_text())
-    (found / "config.json").write_text(json.dumps(about | config))
-    (found / "model.safetensors").unlink()
+    copy = shutil.copytree(kind.draft, tmp_path / "gemma-assistant")
+    about = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(about | config))
+    (copy / "model.safetensors").unlink()
     asked = settings(kind, "torch", model=str(model), speculative_algorithm="AUTO", device="cpu",
                      speculative_draft_model_path=None, speculative_num_steps=None)  # fmt: skip
     arch = architecture_at(model)
@@ -290,11 +289,11 @@ def test_a_link_goes_by_its_own_name(kinds, tmp_path, monkeypatch):
         each.mkdir()
     (stored / "0a1b").touch()
     (folder / "gemma-Q8_0.gguf").symlink_to(stored / "0a1b")
-    found = folder / "gemma-assistant"
-    found.symlink_to(kinds["ASSISTANT, shared"].draft)
-    assert assistant_beside(str(folder / "gemma-Q8_0.gguf")) == found
+    link = folder / "gemma-assistant"
+    link.symlink_to(kinds["ASSISTANT, shared"].draft)
+    assert assistant_beside(str(folder / "gemma-Q8_0.gguf")) == link
     monkeypatch.chdir(folder)
-    assert assistant_beside("gemma-Q8_0.gguf") == found
+    assert assistant_beside("gemma-Q8_0.gguf") == link
     assert assistant_beside(".") is None
 
 

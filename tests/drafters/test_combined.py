@@ -131,12 +131,12 @@ def replayed(drafter, sources, steps=600, nodes=3):
 
 
 def test_every_depth_is_learnt_by_itself():
-    found = (
+    trust = (
         Shallow("lookup", 1.0, 0.9, DraftSource.NGRAM),
         Said("head", 0.0, 0.1, DraftSource.DRAFT_MODEL),
     )
-    drafter = CombinedDrafter(*found)
-    replayed(drafter, found, 60)
+    drafter = CombinedDrafter(*trust)
+    replayed(drafter, trust, 60)
     first, second = (drafter.calibration.calibrated_prob(1, depth, 0.9) for depth in (1, 2))
     assert first > 0.9 and second < 0.3
 

@@ -179,9 +179,9 @@ def test_what_is_proposed_is_what_passes_without_a_cache_say(cells, executor, na
 
     block = cell.model().traits.block_size
     shape = heard_of(executor, cell) if block else (2 * cell.depth, cell.depth, 2)
-    found = cell.served(around=listen, shape=shape)
+    run = cell.served(around=listen, shape=shape)
     if block and noted[0].traits.vocab == tiny.VOCAB:
-        assert max(len(item.stats.histogram) for item in found.done) == block + 1
+        assert max(len(item.stats.histogram) for item in run.done) == block + 1
     in_bytes = executor == "cpu"
     worst, alike = np.transpose(errors(cell, noted[0].said, cell.kind.reference, in_bytes))
     experts = name.startswith(("NEXTN of", "NEXTN in GGUF"))
@@ -206,7 +206,7 @@ def test_what_is_proposed_does_not_depend_on_how_prompts_are_cut(cells, executor
         cell, noted = cells(executor, name, chunked_prefill_size=size), []
         shape = (2 * cell.depth, cell.depth, 2)
         cell.served(around=lambda model, to=noted: to.append(Noted(model)) or to[0], shape=shape)
-        texts = {(text, path): found for text, path, found in noted[0].said if -1 not in text}
+        texts = {(text, path): scores for text, path, scores in noted[0].said if -1 not in text}
         said.append(texts)
     both = said[0].keys() & said[1].keys()
     assert len(both) > 100
@@ -219,18 +219,18 @@ def errors(cell, said, reference, by_level=False, most=14):
     left in a row's pages is not known: any that goes on as the row does will do.
     """
     steps, ids = {}, cell.model().traits.target_ids
-    for text, path, found in said:
-        steps.setdefault(text, {})[path] = found
+    for text, path, log_probs in said:
+        steps.setdefault(text, {})[path] = log_probs
     return [
         min(_error(whole, paths, reference, ids, by_level) for whole in _whole(cell, text))
         for text, paths in evenly(list(steps.items()), most)
     ]
 
 
-def evenly(found, most):
+def evenly(errors, most):
     """At most so many of a list, evenly spread."""
-    most = min(most, len(found))
-    return [found[place * len(found) // most] for place in range(most)]
+    most = min(most, len(errors))
+    return [errors[place * len(errors) // most] for place in range(most)]
 
 
 def _whole(cell, text):
@@ -246,14 +246,14 @@ def _error(text, paths, reference, ids, by_level):
         wanted = reference(text, end)
         wanted = wanted if wanted.shape[1] == len(ids) else wanted[:, ids]
         for depth in range(len(end) + 1):
-            found, there = paths[end[:depth]], wanted[depth]
-            named = np.isfinite(found) & np.isfinite(there)  # A selector names few,
-            if np.isneginf(there).any() and (np.isfinite(found) != np.isfinite(there)).any():
+            log_probs, there = paths[end[:depth]], wanted[depth]
+            named = np.isfinite(log_probs) & np.isfinite(there)  # A selector names few,
+            if np.isneginf(there).any() and (np.isfinite(log_probs) != np.isfinite(there)).any():
                 worst = np.inf  # an ordered head exactly those of the clusters that it scores.
-            found, there = found[named], there[named]
-            error = float(np.abs(found - there)[found.argmax()])
+            log_probs, there = log_probs[named], there[named]
+            error = float(np.abs(log_probs - there)[log_probs.argmax()])
             worst = max(worst, error / (depth + 1) if by_level else error)
-            alike = min(alike, float(np.corrcoef(found, there)[0, 1]))
+            alike = min(alike, float(np.corrcoef(log_probs, there)[0, 1]))
     return worst, alike
 
 
@@ -297,16 +297,16 @@ def test_a_draft_that_is_right_is_accepted_whole(cells, executor, name, temperat
     """
     temperature *= (executor, name) not in GREEDY
     cell = cells(executor, name)
-    found = cell.served(temperature, at_once, around=Noted)
-    assert found.accepted == found.drafted == sum(cell.tokens - steps for steps in found.steps)
-    assert found.steps == [cell.steps(cell.depth)] * len(cell.prompts)
-    assert found.stats.cached_tokens > 0 or at_once is None
+    run = cell.served(temperature, at_once, around=Noted)
+    assert run.accepted == run.drafted == sum(cell.tokens - steps for steps in run.steps)
+    assert run.steps == [cell.steps(cell.depth)] * len(cell.prompts)
+    assert run.stats.cached_tokens > 0 or at_once is None
 
 
 def test_a_greedy_block_is_accepted_whole_at_temperature_zero(cells):
     cell = cells("toy", "block")
-    found = cell.served()
-    assert found.accepted == found.drafted and found.steps == [cell.steps(3)] * len(cell.prompts)
+    run = cell.served()
+    assert run.accepted == run.drafted and run.steps == [cell.steps(3)] * len(cell.prompts)
 
 
 TOLD = [
@@ -342,12 +342,12 @@ def half(cell, model, temperature):
     return Told(model, cell.texts(temperature), [len(prompt) % 2 for prompt in cell.prompts])
 
 
-def told(cell, found, depth=None):
+def told(cell, run, depth=None):
     """A whole draft and one token more in each step, or one token, while the last steps have less
     than the depth to propose and the prompt's nothing.
     """
     depth, tokens = depth or cell.depth, cell.tokens
-    for prompt, item in zip(cell.prompts, found.done, strict=True):
+    for prompt, item in zip(cell.prompts, run.done, strict=True):
         stats, wrong = item.stats, len(prompt) % 2
         assert stats.steps == (tokens if wrong else cell.steps(depth))
         assert stats.accepted == (0 if wrong else stats.draft_tokens)
@@ -363,8 +363,8 @@ def test_naive_drafts_one_token_a_step(cells, temperature):
     """Two tokens of every step with the target's own choices, one with wrong ones."""
     cell = cells("torch", "STANDALONE, first layers")
     how = {"shape": (1, 1, 1), "speculative_algorithm": "NAIVE"}
-    found = cell.served(temperature, around=lambda model: half(cell, model, temperature), **how)
-    told(cell, found, 1)
+    run = cell.served(temperature, around=lambda model: half(cell, model, temperature), **how)
+    told(cell, run, 1)
 
 
 @pytest.mark.parametrize(
@@ -428,8 +428,8 @@ def test_sixty_four_tokens(cells, executor, name):
     shape = {"speculative_eagle_topk": 10, "speculative_num_draft_tokens": 64}
     big = {"chunked_prefill_size": 256, "speculative_num_steps": 6}
     cell = cells(executor, name, **shape, **big)
-    found = cell.served(shape=(63, 6, 10))
-    assert found.accepted > 0 and found.drafted > 32 * len(cell.prompts)
+    run = cell.served(shape=(63, 6, 10))
+    assert run.accepted > 0 and run.drafted > 32 * len(cell.prompts)
 
 
 # --- steps without draft tokens ----------------------------------------------------------------
@@ -503,13 +503,13 @@ def test_after_a_rest_is_proposed_what_passes_without_a_cache_say(resting, execu
         noted.append(Noted(model))
         return noted[0]
 
-    found = cell.served(around=listen)
+    run = cell.served(around=listen)
     late = [each for each in noted[0].said if len(each[0]) > 70]
     worst, alike = np.transpose(errors(cell, late, cell.kind.reference, executor == "cpu"))
     most, usual, least = BYTES if executor == "cpu" else FLOAT
     assert len(worst) >= 2 and worst.max() < most and worst.mean() < usual, worst
     assert alike.min() > least, alike
-    assert found.drafted > 0
+    assert run.drafted > 0
 
 
 RESTED_RIGHT = [*RIGHT, *on("rounds", "right, EAGLE", "right, NEXTN")]
@@ -518,9 +518,9 @@ RESTED_RIGHT = [*RIGHT, *on("rounds", "right, EAGLE", "right, NEXTN")]
 @pytest.mark.parametrize(("executor", "name"), thinned(RESTED_RIGHT, slow=SELDOM_RIGHT))
 def test_after_a_rest_a_draft_that_is_right_is_accepted_whole(resting, executor, name):
     cell = resting(executor, name)
-    found = cell.served(at_once=1)
-    assert found.accepted == found.drafted
-    assert found.steps == [plain_and_whole(len(prompt), cell.tokens) for prompt in cell.prompts]
+    run = cell.served(at_once=1)
+    assert run.accepted == run.drafted
+    assert run.steps == [plain_and_whole(len(prompt), cell.tokens) for prompt in cell.prompts]
 
 
 def plain_and_whole(prompt, tokens):
@@ -555,8 +555,8 @@ def test_a_map_bounds_what_is_drafted_and_nothing_else(cells, tmp_path, executor
             return listeners[-1]
 
         assert cell.model().traits.target_ids.tolist() == kept
-        found = cell.served(around=listen)
-        share[part] = found.accepted / found.drafted
+        run = cell.served(around=listen)
+        share[part] = run.accepted / run.drafted
         assert cell.served(0.8, around=listen).accepted > 0
         drafted = {kept.index(t) for each in listeners for _, path, _ in each.said for t in path}
         assert len(drafted) > 1

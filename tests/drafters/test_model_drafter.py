@@ -121,8 +121,8 @@ class ToyHead:
     def _look(self, work, row):
         text = self.texts[int(work.slots[row])]
         for position in range(work.kv_len[row]):
-            found = self.entries[self._place(work, row, position)]
-            assert found == text[position + 1], f"position {position} of {bytes(text)}"
+            entry = self.entries[self._place(work, row, position)]
+            assert entry == text[position + 1], f"position {position} of {bytes(text)}"
             self.looked += 1
 
     def _candidates(self, work, nodes):

@@ -57,10 +57,10 @@ def emit(drafter, tokens):
 
 def paths(draft):
     """Every root-to-node path as a tuple of tokens."""
-    found = []
+    result = []
     for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
-        found.append((found[parent] if parent >= 0 else ()) + (token,))
-    return found
+        result.append((result[parent] if parent >= 0 else ()) + (token,))
+    return result
 
 
 @given(TEXTS, TEXTS, st.integers(1, 4))
@@ -88,9 +88,9 @@ def test_guesses_are_continuations_that_came_before(prompt, output, nodes, depth
         emit(drafter, [token])
     draft = propose(drafter, nodes, min(nodes, depth))
     assert len(draft) <= nodes
-    found = paths(draft)
-    assert len(set(found)) == len(found), "siblings are distinct"
-    for index, path in enumerate(found):
+    actual = paths(draft)
+    assert len(set(actual)) == len(actual), "siblings are distinct"
+    for index, path in enumerate(actual):
         assert draft.parents[index] < index and len(path) <= depth
         upper = draft.score[draft.parents[index]] if draft.parents[index] >= 0 else 1.0
         assert 0 < draft.score[index] <= upper
@@ -136,12 +136,12 @@ def test_repetition_is_followed_all_the_way():
     draft = propose(begun([1, 2, 3, 4, 5, 6] * 3), nodes=5, depth=5)
     assert paths(draft)[-1] == (1, 2, 3, 4, 5)
     score = 1.0
-    for level, found in enumerate(draft.score.tolist()):
+    for level, log_prob in enumerate(draft.score.tolist()):
         # Two places agree, in 12 tokens and in 6, and in one more at every level.
         votes = (12 + level) ** 2 + (6 + level) ** 2
         sure = ngram.SUREST if 12 + level >= ngram.LONGEST else ngram.SURE
         score *= sure * votes / (votes + ngram.DOUBT)
-        assert found == pytest.approx(score, rel=1e-5)
+        assert log_prob == pytest.approx(score, rel=1e-5)
 
 
 @pytest.mark.parametrize(("nodes", "depth", "count"), [(0, 0, 0), (8, 3, 3), (2, 8, 2)])

@@ -135,7 +135,7 @@ def test_a_text_within_a_page_of_another_takes_as_many_steps(
     if not within:  # States are there for ends of pages only.
         known = tuple(count // page_size * page_size for count in known)
     assert (alone.cached_tokens, parted.cached_tokens, whole.cached_tokens) == (0, *known)
-    for found in (parted, whole):
-        assert found.tokens == alone.tokens and found.stats.steps == alone.stats.steps
+    for run in (parted, whole):
+        assert run.tokens == alone.tokens and run.stats.steps == alone.stats.steps
     if name == "STANDALONE, itself":
         assert alone.stats.steps < TOKENS / 2

@@ -119,9 +119,9 @@ def test_layers_in_gguf_are_read_strictly(tmp_path):
     }
     whole = GgufCheckpoint(in_gguf(hf, layers, tmp_path / "whole.gguf", extra=shared))
     assert whole.architecture.layers == 2
-    found = open_in_gguf(whole)
-    assert found.count == 2 and not {"lm_head.weight", "model.embed_tokens.weight"} & {*found.files}
-    assert np.array_equal(found.tensor(found.own(1, FUSE)), layers[1][-1].numpy())
+    read = open_in_gguf(whole)
+    assert read.count == 2 and not {"lm_head.weight", "model.embed_tokens.weight"} & {*read.files}
+    assert np.array_equal(read.tensor(read.own(1, FUSE)), layers[1][-1].numpy())
     wrong = {
         "blk.3.nextn.hnorm.weight": None,
         "blk.2.nextn.enorm.weight": np.ones(3, np.float32),
@@ -162,9 +162,9 @@ def test_layers_in_a_gguf_file_of_their_own_draft_as_within_the_models(tmp_path,
     expected = counted(whole, "AUTO", executor=executor)
     assert "NEXTN" in expected[2]
     for draft in (None, beside):
-        found = counted(target, "AUTO", draft, executor)
-        assert found[:2] == expected[:2]
-        assert "NEXTN" in found[2] and f"AUTO: {beside} holds prediction layers" in found[2]
+        actual = counted(target, "AUTO", draft, executor)
+        assert actual[:2] == expected[:2]
+        assert "NEXTN" in actual[2] and f"AUTO: {beside} holds prediction layers" in actual[2]
     assert counted(target, "NEXTN", executor=executor)[:2] == expected[:2]
 
 
@@ -183,8 +183,8 @@ def test_auto_takes_layers_beside_recurrent_states(tmp_path):
     model = Kinds(tmp_path)["NEXTN of, qwen3_5_text"].model
     config = small(model, "auto", dtype="auto", policy="auto", kv_tokens=256, page_size=4)
     with closing(open_target(config)) as target:
-        found = target.config
-        assert (found.executor, found.speculative_algorithm) == ("cpu", "NEXTN+NGRAM")
+        resolved = target.config
+        assert (resolved.executor, resolved.speculative_algorithm) == ("cpu", "NEXTN+NGRAM")
 
 
 @pytest.mark.parametrize("depths", [1, 2])
@@ -199,8 +199,8 @@ def test_auto_takes_layers_on_jax_where_it_drafts_with_them(hf, layers, tmp_path
                 asked = EngineConfig(
                     model=str(path), executor="jax", device=device, speculative_num_steps=steps
                 )
-                found = with_shipped(asked, layered, GgufCheckpoint(path))
-                assert found.speculative_algorithm == (name if taken else "AUTO")
+                config = with_shipped(asked, layered, GgufCheckpoint(path))
+                assert config.speculative_algorithm == (name if taken else "AUTO")
 
 
 def test_layers_of_another_model_are_named_or_left_out(tmp_path):

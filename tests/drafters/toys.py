@@ -66,10 +66,10 @@ class ToySelf:
         return [*entries.tolist(), int(self.roots[work.slots[row]])]
 
     def _candidates(self, texts):
-        found = np.array([logits(text) for text in texts], np.float32).reshape(-1, VOCAB)
-        found -= np.log(np.exp(found).sum(1, keepdims=True))
-        ids = np.argsort(-found, kind="stable", axis=1)
-        return Candidates(ids.astype(np.int32), np.take_along_axis(found, ids, 1))
+        log_probs = np.array([logits(text) for text in texts], np.float32).reshape(-1, VOCAB)
+        log_probs -= np.log(np.exp(log_probs).sum(1, keepdims=True))
+        ids = np.argsort(-log_probs, kind="stable", axis=1)
+        return Candidates(ids.astype(np.int32), np.take_along_axis(log_probs, ids, 1))
 
     def describe(self):
         return {}
@@ -86,17 +86,17 @@ class ToyBlock(ToySelf):
         )
 
     def block(self, block):
-        found = []
+        levels = []
         for row in range(len(block.slots)):
             text = self._text(block, row, int(block.kv_len[row]))
             assert text[-1] == block.roots[row]
             for _ in range(block.depth):
-                found.append(self._candidates([text]))
+                levels.append(self._candidates([text]))
                 text.append(best(text))
         shape = len(block.slots), block.depth, VOCAB
         return BlockCandidates(
-            np.stack([each.ids for each in found]).reshape(shape),
-            np.stack([each.log_probs for each in found]).reshape(shape),
+            np.stack([each.ids for each in levels]).reshape(shape),
+            np.stack([each.log_probs for each in levels]).reshape(shape),
         )
 
 

@@ -27,9 +27,9 @@ class Watched:
         return ids, log_probs
 
     def extend(self, extension, features):
-        found = self._model.extend(extension, features)
+        candidates = self._model.extend(extension, features)
         asked = [(self._rows[slot], ()) for slot in self._read(extension)]
-        return Candidates(*self.heard(asked, found.ids, found.log_probs))
+        return Candidates(*self.heard(asked, candidates.ids, candidates.log_probs))
 
     def _read(self, extension):
         """The slots whose candidates are wanted, when all texts are as long as they are now."""
@@ -44,22 +44,22 @@ class Watched:
         return extension.slots[rows].tolist()
 
     def expand(self, level):
-        found, asked = self._model.expand(level), []
+        candidates, asked = self._model.expand(level), []
         slots = np.repeat(level.slots, np.diff(level.start)).tolist()
         for node, above in enumerate(level.parents.tolist()):
             path = (*(self._paths[above] if above >= 0 else ()), int(level.tokens[node]))
             self._paths[level.first + node] = path
             asked.append((self._rows[slots[node]], path))
-        return Candidates(*self.heard(asked, found.ids, found.log_probs))
+        return Candidates(*self.heard(asked, candidates.ids, candidates.log_probs))
 
     def block(self, block):
-        found, depths = self._model.block(block), range(block.depth)
-        if found.pairs is not None:
+        candidates, depths = self._model.block(block), range(block.depth)
+        if candidates.pairs is not None:
             rows = [self._rows[slot] for slot in block.slots.tolist()]
-            return replace(found, pairs=_HeardPairs(self, rows, found.pairs))
+            return replace(candidates, pairs=_HeardPairs(self, rows, candidates.pairs))
         asked = [(self._rows[s], (None,) * depth) for s in block.slots.tolist() for depth in depths]
-        flat = len(asked), found.ids.shape[-1]
-        parts = self.heard(asked, found.ids.reshape(flat), found.log_probs.reshape(flat))
+        flat = len(asked), candidates.ids.shape[-1]
+        parts = self.heard(asked, candidates.ids.reshape(flat), candidates.log_probs.reshape(flat))
         return BlockCandidates(*(part.reshape(len(block.slots), block.depth, -1) for part in parts))
 
     def describe(self):
@@ -73,10 +73,10 @@ class _HeardPairs:
         self._watched, self._rows, self._pairs = watched, rows, pairs
 
     def below(self, row, path):
-        found = self._pairs.below(row, path)
+        candidates = self._pairs.below(row, path)
         asked = [(self._rows[row], path)]
-        ids, values = self._watched.heard(asked, found.ids[None], found.log_probs[None])
-        return Children(ids[0], values[0], found.confidence)
+        ids, values = self._watched.heard(asked, candidates.ids[None], candidates.log_probs[None])
+        return Children(ids[0], values[0], candidates.confidence)
 
 
 class Noted(Watched):

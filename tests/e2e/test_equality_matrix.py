@@ -113,7 +113,7 @@ def shaped(config, shape):
 
 def proved(config, trial, hints=None, shapes=("chain", "tree")):
     """Prove the trial on one target under each shape; return the runs that speculated."""
-    found = []
+    proofs = []
     with closing(open_target(config)) as opened:
         target = opened
         if target.draft_model is not None and hints is not None:
@@ -128,8 +128,8 @@ def proved(config, trial, hints=None, shapes=("chain", "tree")):
             assert all(run.identical == run.answers >= len(trial.prompts) for run in runs)
             assert all(run.draft_tokens > 0 for run in runs), shape
             assert sum(run.accepted for run in runs) > 0, shape
-            found += runs
-    return found
+            proofs += runs
+    return proofs
 
 
 CHAINS = ("NAIVE", "NGRAM")

@@ -87,10 +87,10 @@ def test_choices_differ_and_are_reproducible(client, stream):
         if not stream:
             assert [choice.index for choice in answer.choices] == list(range(n))
             return [choice.message.content for choice in answer.choices]
-        found = [""] * n
+        result = [""] * n
         for chunk in answer:
-            found[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-        return found
+            result[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        return result
 
     two = texts(2)
     assert two[0] != two[1]
@@ -162,13 +162,13 @@ def test_logprobs(client):
 def test_logprobs_in_a_stream_equal_those_of_the_whole(client):
     whole = ask(client, logprobs=True, top_logprobs=1, temperature=1.0, seed=5)
     pieces = ask(client, logprobs=True, top_logprobs=1, temperature=1.0, seed=5, stream=True)
-    found = [
+    streamed = [
         entry
         for chunk in pieces
         if chunk.choices[0].logprobs
         for entry in chunk.choices[0].logprobs.content
     ]
-    assert found == whole.choices[0].logprobs.content
+    assert streamed == whole.choices[0].logprobs.content
 
 
 def test_stop_strings_cut_the_text(client):

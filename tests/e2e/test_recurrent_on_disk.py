@@ -49,12 +49,12 @@ def apart(tmp_path, monkeypatch):
 def served(config, *prompts, salt=""):
     """(cached tokens, tokens) of each prompt, asked in turn, and what the store did."""
     with closing(load(config)) as loaded:
-        found = []
+        results = []
         for prompt in prompts:
             request = make_request(prompt, max_tokens=9, temperature=0.8, seed=3)
             ((done,),) = complete(loaded.engine, [replace(request, cache_salt=salt)])
-            found.append((done.cached_tokens, done.tokens))
-        return found, loaded.engine.stats().store
+            results.append((done.cached_tokens, done.tokens))
+        return results, loaded.engine.stats().store
 
 
 @pytest.mark.parametrize(

@@ -168,10 +168,10 @@ def test_keep_alive_comments_during_silence(server):
             body = {"input": "Hi", "stream": True}
             with other.stream("POST", "/v1/responses", json=body) as answer:
                 events = (json.loads(line[6:]) for line in answer.iter_lines() if "data: " in line)
-                found = [next(events) for _ in range(4)]  # Codex waits for events, not for bytes.
-                kinds = [one["type"].removeprefix("response.") for one in found]
+                first = [next(events) for _ in range(4)]  # Codex waits for events, not for bytes.
+                kinds = [one["type"].removeprefix("response.") for one in first]
                 assert kinds == ["created", *["in_progress"] * 3]
-                assert [one["sequence_number"] for one in found] == [0, 1, 2, 3]
+                assert [one["sequence_number"] for one in first] == [0, 1, 2, 3]
         finally:
             for sock in crowd:
                 sock.close()
@@ -219,8 +219,8 @@ def test_two_hundred_requests_with_aborts(server):
     ]
     assert len(names) >= 3
     for name in names:
-        found = re.findall(rf"(?m)^{name}(?:\{{.*\}})? (\S+)$", page)
-        assert set(found) == {"0.0"}, (name, found)
+        samples = re.findall(rf"(?m)^{name}(?:\{{.*\}})? (\S+)$", page)
+        assert set(samples) == {"0.0"}, (name, samples)
 
 
 LEFT = [{}, {"n": 3, "temperature": 1.0}, {"regex": "[a-p]*"}, {"echo": True, "logprobs": 2}]

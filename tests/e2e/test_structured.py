@@ -86,12 +86,12 @@ def output_tokens(choice):
 
 def streamed(server, route, **body):
     """The same, asked for as a stream."""
-    found: dict[int, list] = {}
+    pieces: dict[int, list] = {}
     for choice in chunks(server, route, **body):
-        text, finish = found.setdefault(choice["index"], ["", None])
+        text, finish = pieces.setdefault(choice["index"], ["", None])
         piece = choice["delta"].get("content", "") if route == CHAT else choice["text"]
-        found[choice["index"]] = [text + piece, choice["finish_reason"] or finish]
-    return [tuple(found[index]) for index in sorted(found)]
+        pieces[choice["index"]] = [text + piece, choice["finish_reason"] or finish]
+    return [tuple(pieces[index]) for index in sorted(pieces)]
 
 
 def chunks(server, route, **body):

@@ -198,8 +198,8 @@ def test_of_many_pages_the_newest_are_compared(monkeypatch):
     shared = index()
     for first in (3, 5, 7):
         filled(shared, ints(first, 2)).release()
-    found = [partial_match(shared, shared.root, ints(first, 9))[1] for first in (3, 5, 7)]
-    assert found == [0, 1, 1]
+    lengths = [partial_match(shared, shared.root, ints(first, 9))[1] for first in (3, 5, 7)]
+    assert lengths == [0, 1, 1]
 
 
 @pytest.mark.parametrize("can", [True, False])

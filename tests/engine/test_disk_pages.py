@@ -313,8 +313,8 @@ def test_an_executor_that_refuses_a_page(engines):
 def test_many_requests_on_a_shared_prefix(engines):
     second = restarted(engines, pages=256, slots=4)
     ear = answer(second, *[ask(str(i), LONG + str(i), max_tokens=5) for i in range(12)])
-    found = [cached(ear, str(i)) for i in range(12)]
-    assert found == [96] * 10 + [97] * 2  # The last two begin as the second does.
+    counts = [cached(ear, str(i)) for i in range(12)]
+    assert counts == [96] * 10 + [97] * 2  # The last two begin as the second does.
     assert second.stats().store.hits == 1
 
 

@@ -217,8 +217,8 @@ def test_a_salt_shares_cached_prefixes_with_itself_alone():
     for request in said.values():
         ear = run(engine, request)
         ear.expect(request)
-        found = ear.of(request.id)[0].cached_tokens
-        assert found == (26 if request.id == "a2" else 0), request.id
+        cached = ear.of(request.id)[0].cached_tokens
+        assert cached == (26 if request.id == "a2" else 0), request.id
     engine = make()
     together = [said["a1"], said["b1"], said["a2"]]
     ear = run(engine, *together)

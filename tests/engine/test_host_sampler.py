@@ -215,8 +215,8 @@ def test_a_grammar_leaves_the_choice_that_the_specification_makes(monkeypatch, f
         sampler.close(0)
         wanted = choose(process(table[0], sampling, history, (), masks.bits[0]), sampling, 1)
         wanted = wanted if np.isfinite(table[0].max()) else -1
-        found = outcome.tokens[0, 0] if outcome.n_tokens[0] else -1
-        assert (found, outcome.finite[0]) == (wanted, wanted >= 0), (seed, allowed)
+        actual = outcome.tokens[0, 0] if outcome.n_tokens[0] else -1
+        assert (actual, outcome.finite[0]) == (wanted, wanted >= 0), (seed, allowed)
 
 
 def test_misuse_is_named():

@@ -91,8 +91,8 @@ def test_what_follows_damage_is_not_read(tmp_path, offset):
 def test_a_file_that_ends_early(tmp_path, cut):
     filled(tmp_path)
     os.truncate(files(tmp_path)[0], cut)
-    found = [*opened(tmp_path).read()]
-    assert found == RECORDS[: len(found)] and len(found) == {121: 1, 250: 2, 5_000: 29}.get(cut, 0)
+    read = [*opened(tmp_path).read()]
+    assert read == RECORDS[: len(read)] and len(read) == {121: 1, 250: 2, 5_000: 29}.get(cut, 0)
 
 
 def test_a_record_moved_elsewhere_is_none(tmp_path):
@@ -129,8 +129,8 @@ def test_a_writer_that_is_killed(tmp_path):
             last = int(child.stdout.readline())
         child.kill()
         last = int([last, *child.stdout.read().split()][-1])
-    found = [int.from_bytes(record[:4], "little") for record in opened(tmp_path).read()]
-    assert found == [*range(found[0], found[-1] + 1)] and last <= found[-1] <= last + 1
+    numbers = [int.from_bytes(record[:4], "little") for record in opened(tmp_path).read()]
+    assert numbers == [*range(numbers[0], numbers[-1] + 1)] and last <= numbers[-1] <= last + 1
     assert size(tmp_path) <= 4 * 5_000
 
 

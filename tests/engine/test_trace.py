@@ -20,21 +20,21 @@ from tests.speculative.worlds import as_draft, drafts
 
 @pytest.fixture(scope="module")
 def loaded():
-    found = load(EngineConfig(model="toy"))
-    yield found
-    found.close()
+    engine = load(EngineConfig(model="toy"))
+    yield engine
+    engine.close()
 
 
 def deltas(loaded, trace, n=1, **options):
     """All news of a request, by choice."""
     request = make_request(loaded.tokenizer.encode("abcabcabc"), n=n, **options)
     request = replace(request, speculation=Speculation(trace=trace))
-    heard, found = Queue(), [[] for _ in range(n)]
+    heard, result = Queue(), [[] for _ in range(n)]
     loaded.engine.submit(request, heard.put)
-    while not all(news and news[-1].finish is not None for news in found):
+    while not all(news and news[-1].finish is not None for news in result):
         delta = heard.get(timeout=60)
-        found[delta.index].append(delta)
-    return found
+        result[delta.index].append(delta)
+    return result
 
 
 def test_a_trace_tells_every_token_and_changes_none(loaded):
@@ -112,13 +112,13 @@ def test_a_row_says_what_became_of_its_drafts(chain, draft, data):
         children = np.flatnonzero(draft.parents == path[-1])
     root = trees.root(1)
     accepted = root + 1 + ints(*path)
-    found = draft_row(trees, 1, accepted)
-    assert found.tokens == draft.tokens.tolist() and found.parents == draft.parents.tolist()
-    assert found.scores == scores and found.sources == sources
-    assert found.accepted == path
-    assert found.depth == (trees.depth[root + 1 : root + 1 + count] - trees.depth[root]).tolist()
+    row = draft_row(trees, 1, accepted)
+    assert row.tokens == draft.tokens.tolist() and row.parents == draft.parents.tolist()
+    assert row.scores == scores and row.sources == sources
+    assert row.accepted == path
+    assert row.depth == (trees.depth[root + 1 : root + 1 + count] - trees.depth[root]).tolist()
     device = TreeBatch(trees.tokens, trees.parents, trees.start, trees.known, trees.depth)
-    unknown = found._replace(scores=[0.0] * count, sources=[DraftSource.UNKNOWN] * count)
+    unknown = row._replace(scores=[0.0] * count, sources=[DraftSource.UNKNOWN] * count)
     assert draft_row(device, 1, accepted) == unknown
 
 

@@ -49,9 +49,9 @@ class Pool:
         return made
 
     def place(self, table, position):
-        found = self.windows.of[table.pages[position // self.size]]
-        assert found >= 0, "a position that is needed was given back"
-        return self.content[found], position % self.size
+        page = self.windows.of[table.pages[position // self.size]]
+        assert page >= 0, "a position that is needed was given back"
+        return self.content[page], position % self.size
 
     def check(self):
         self.windows.check()

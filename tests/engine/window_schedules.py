@@ -48,8 +48,8 @@ class Known:
             engine.submit(replace(request, stopping=longest, id="known"), ear)
             while engine.step_once():
                 pass
-            found = [ear.tokens("known", index) for index in range(request.n)]
-            self._texts[(*key, request.n)] = found
+            texts = [ear.tokens("known", index) for index in range(request.n)]
+            self._texts[(*key, request.n)] = texts
         most = request.stopping.max_tokens
         return [tokens[:most] for tokens in self._texts[(*key, request.n)]]
 
@@ -125,9 +125,9 @@ class Schedule:
         finished(self.engine, self.executor)
         for request in self.asked.values():
             for index, expected in enumerate(self.known.texts(request)):
-                found = self.ear.tokens(request.id, index)
+                actual = self.ear.tokens(request.id, index)
                 aborted = self.ear.last(request.id, index).finish == Finish.ABORT
-                assert found == expected[: len(found) if aborted else None]
+                assert actual == expected[: len(actual) if aborted else None]
 
 
 def answered(engine, executor, known, *requests):

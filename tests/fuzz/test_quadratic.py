@@ -102,10 +102,10 @@ def samples(tree):
     """
     choices = [some for op, arg in tree if (some := _choices(str(op), arg))]
     first = [some[0] for some in choices]
-    found = ["".join(first)]
+    texts = ["".join(first)]
     for place, some in enumerate(choices):
-        found += ["".join((*first[:place], one, *first[place + 1 :])) for one in some[1:]]
-    return found
+        texts += ["".join((*first[:place], one, *first[place + 1 :])) for one in some[1:]]
+    return texts
 
 
 def _choices(op, arg):
@@ -304,13 +304,13 @@ OTHERS_JSON = {
 
 
 def test_json_of_clients_has_one_reader():
-    found = {
+    callers = {
         str(path.relative_to(HERE))
         for name in READ_CLIENTS
         for path in (HERE / name).rglob("*.py")
         if re.search(r"json\.loads?\(|JSONDecoder|from_json\(", path.read_text(encoding="utf-8"))
     }
-    assert found == OTHERS_JSON
+    assert callers == OTHERS_JSON
 
 
 def test_patterns_that_can_be_judged_are():

@@ -33,15 +33,15 @@ class Outcomes:
     """By test: passed, failed or skipped, and seconds; written after each, should time run out."""
 
     def __init__(self, path):
-        self.path, self.found = path, {}
+        self.path, self.outcomes = path, {}
 
     def pytest_runtest_logreport(self, report):
-        seen = self.found.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
+        seen = self.outcomes.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
         seen["seconds"] += report.duration
         if report.outcome != "passed":
             seen |= {"outcome": report.outcome, "why": str(report.longrepr)[-2000:]}
         if report.when == "teardown":
-            self.path.write_text(json.dumps(self.found, indent=1) + "\n")
+            self.path.write_text(json.dumps(self.outcomes, indent=1) + "\n")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -36,22 +36,22 @@ def all_logits(executor, prompt, tree):
 def test_logits_of_chunks_and_trees_are_the_cpus(checkpoint, device, family, dtype):
     prompt = np.random.default_rng(1).integers(8, tiny.VOCAB, 150).tolist()
     tree = as_draft([5, 6, 7, 8, 9], [-1, -1, 0, 2, 1])
-    found, expected = (
+    actual, expected = (
         all_logits(TorchExecutor(checkpoint(family), limits(tiny.VOCAB), *how), prompt, tree)
         for how in ((device, dtype), ("cpu", "float32"))
     )
-    assert torch.isfinite(found).all()
-    assert (found - expected).norm() / expected.norm() < TOLERANCE[dtype]
+    assert torch.isfinite(actual).all()
+    assert (actual - expected).norm() / expected.norm() < TOLERANCE[dtype]
 
 
 def test_noise_and_choices_are_the_hosts(device):
     where = torch.device(device)
     made = noise_of([(*each, 1.0) for each in zip(SEEDS, POSITIONS, strict=True)], where)
-    found = gumbel(made.seeds, made.positions.long(), 49152).cpu().numpy()
+    actual = gumbel(made.seeds, made.positions.long(), 49152).cpu().numpy()
     expected = np.stack(
         [noise.gumbel(s, int(p), 49152) for s, p in zip(SEEDS, POSITIONS, strict=True)]
     )
-    assert np.abs(found.view(np.int32) - expected.view(np.int32)).max() <= 1
+    assert np.abs(actual.view(np.int32) - expected.view(np.int32)).max() <= 1
     cases = [(SEEDS[i % 6], i, [0.0, 0.7, 1.0][i % 3]) for i in range(90)]
     logits = torch.randn(90, 5000, generator=torch.Generator().manual_seed(2)) * 4
     logits[5, 77] = torch.nan

@@ -60,7 +60,7 @@ def test_served_acceptance_is_the_simulated_one(learned, folder, device):
 def test_drafting_in_rounds_is_that_of_single_passes(learned, folder, device, shape, temperature):
     """Accepted draft tokens, of texts that are the same; near-ties of the draft are forgiven."""
     twin, texts = learned
-    found = []
+    runs = []
     for eager in (False, True):
         many = {"chunked_prefill_size": 256, "disable_cuda_graph": eager}
         with closing(opened(folder("llama", layers=6), twin, device, **many)) as target:
@@ -69,8 +69,8 @@ def test_drafting_in_rounds_is_that_of_single_passes(learned, folder, device, sh
             sizes = target.executor.describe().get("captured", ())
         drafted = any(levels for _, _, levels, *_ in sizes)
         assert drafted == (device == "cuda" and not eager)
-        found.append(served)
-    carried, alone = found
+        runs.append(served)
+    carried, alone = runs
     assert sum(a.tokens == b.tokens for a, b in zip(carried, alone, strict=True)) >= 3
-    accepted = [sum(item.stats.accepted for item in staging) for staging in found]
+    accepted = [sum(item.stats.accepted for item in staging) for staging in runs]
     assert abs(accepted[0] - accepted[1]) <= 0.05 * accepted[1]

@@ -81,16 +81,16 @@ def step(kv_len, nodes, groups, size, device, dtype, seed=0):
 
 def cases(device):
     """Cached tokens of rows, and nodes of each; a rehearsal has the first."""
-    found = [([0, 5, 64, 700], 8), ([3000], 1), ([130] * 5, 33)]
-    return found if device != "cpu" else found[:1]
+    result = [([0, 5, 64, 700], 8), ([3000], 1), ([130] * 5, 33)]
+    return result if device != "cpu" else result[:1]
 
 
 def depths(parents):
     """int32[N]: steps below the first node."""
-    found = np.zeros_like(parents)
+    depth = np.zeros_like(parents)
     for node in range(1, len(parents)):
-        found[node] = found[parents[node]] + 1
-    return found
+        depth[node] = depth[parents[node]] + 1
+    return depth
 
 
 @pytest.mark.parametrize("window", [None, 40])
@@ -107,9 +107,9 @@ def test_prompts_of_any_lengths_by_flash_attention(kernels, device, dtype, windo
     query = torch.randn(372, 8, 64, dtype=dtype, device=device)
     key, value = (torch.randn(2, 897, 64, dtype=dtype, device=device).transpose(0, 1) for _ in "kv")
     spec = AttentionSpec(scale=0.125, window=window)
-    found = kernels.varlen(query, key, value, packed, spec).float()
+    actual = kernels.varlen(query, key, value, packed, spec).float()
     exact = row_by_row(query.float(), key.float(), value.float(), packed, spec)
-    assert (found - exact).norm() < ERROR[dtype] * exact.norm()
+    assert (actual - exact).norm() < ERROR[dtype] * exact.norm()
 
 
 @pytest.mark.parametrize("dtype", list(ERROR))
@@ -118,9 +118,9 @@ def test_prompts_of_any_lengths_by_flash_attention(kernels, device, dtype, windo
 def test_windows_and_caps(kernels, device, dtype, spec, size):
     for kv_len, nodes in cases(device):
         inputs = *step(kv_len, nodes, (8, 4), size, device, dtype), AttentionSpec(*spec)
-        expected, found = attend_dense(*inputs).double(), kernels.attend(*inputs).double()
-        assert torch.isfinite(found).all()
-        assert (found - expected).norm() / expected.norm() < ERROR[dtype]
+        expected, actual = attend_dense(*inputs).double(), kernels.attend(*inputs).double()
+        assert torch.isfinite(actual).all()
+        assert (actual - expected).norm() / expected.norm() < ERROR[dtype]
 
 
 @pytest.mark.parametrize("dtype", list(ERROR))
@@ -130,9 +130,9 @@ def test_attention(kernels, device, dtype, groups, size):
     for kv_len, nodes in cases(device):
         inputs = step(kv_len, nodes, groups, size, device, dtype)
         expected = attend_dense(*inputs).double()
-        found = kernels.attend(*inputs).double()
-        assert torch.isfinite(found).all()
-        assert (found - expected).norm() / expected.norm() < ERROR[dtype]
+        actual = kernels.attend(*inputs).double()
+        assert torch.isfinite(actual).all()
+        assert (actual - expected).norm() / expected.norm() < ERROR[dtype]
 
 
 @pytest.mark.parametrize("groups", [(32, 8), (9, 3)])
@@ -161,9 +161,9 @@ def test_float8_pages(kernels, device, groups):
         whole = one.scale.isfinite()
         same = one.numbers.float()[whole] == other.numbers.float()[whole]
         assert same.float().mean() > 0.999  # A division may round to the other neighbour.
-    found = kernels.attend(queries, *staging[1], geometry).double()
+    actual = kernels.attend(queries, *staging[1], geometry).double()
     expected = attend_dense(queries, *staging[1], geometry).double()
-    assert (found - expected).nan_to_num().norm() / expected.nan_to_num().norm() < 1e-2
+    assert (actual - expected).nan_to_num().norm() / expected.nan_to_num().norm() < 1e-2
 
 
 @pytest.mark.parametrize("dtype", list(ERROR))
@@ -176,11 +176,11 @@ def test_parts_between_the_products(kernels, device, dtype):
     weight, both = normal(4096), normal(3, 2 * 14336).to(dtype).chunk(2, -1)
     x, heads = normal(5, 4096).to(dtype), normal(5, 48, 128).to(dtype)[:, 3:35]
     cos, sin = normal(5, 64), normal(5, 64)
-    for found, expected in zip(
+    for actual, expected in zip(
         *(parts.add_norm(x, x.flip(0), weight, 1e-5) for parts in (kernels.parts, PLAIN)),
         strict=True,
     ):
-        assert (found - expected).double().norm() / expected.double().norm() < ERROR[dtype]
+        assert (actual - expected).double().norm() / expected.double().norm() < ERROR[dtype]
     for part, inputs in (
         ("norm", (x, weight, 1e-5)),
         ("norm", (heads, weight[:128], 1e-5)),
@@ -189,9 +189,9 @@ def test_parts_between_the_products(kernels, device, dtype):
         ("rotate", (heads, cos, sin)),
         ("draft_inputs", (torch.arange(5, device=device).int(), x.flip(1), x, (weight,) * 2, 1e-5)),
     ):
-        found = getattr(kernels.parts, part)(*inputs).double()
+        actual = getattr(kernels.parts, part)(*inputs).double()
         expected = getattr(PLAIN, part)(*inputs).double()
-        assert (found - expected).norm() / expected.norm() < ERROR[dtype]
+        assert (actual - expected).norm() / expected.norm() < ERROR[dtype]
 
 
 @pytest.mark.parametrize("width", [2, 4, 16])
@@ -203,16 +203,16 @@ def test_frontiers_are_the_plain_ones(kernels, device, width):
     )
     values = -torch.rand(grown[2].shape, device=device, generator=draw).mul(50).round()
     grown[2] = values.view(torch.int32)
-    found, expected = None, None
+    actual, expected = None, None
     for level in (1, 2, 3):
         asked = rows * (width if level > 1 else 1)
         hidden = torch.randn(asked, 4096, device=device, generator=draw).bfloat16()
-        found, expected = (
+        actual, expected = (
             work(grown, size, level, hidden, None if before is None else before.above, True)
-            for work, before in ((kernels.descend, found), (descend, expected))
+            for work, before in ((kernels.descend, actual), (descend, expected))
         )
         for name in ("chosen", "tokens", "hidden", "above", "tree_intervals"):
-            assert torch.equal(getattr(found, name), getattr(expected, name)), name
+            assert torch.equal(getattr(actual, name), getattr(expected, name)), name
 
 
 @pytest.mark.parametrize("width", [1, 4, 16])
@@ -225,11 +225,11 @@ def test_children_are_the_plain_ones(kernels, device, width):
         positions=torch.arange(48, device=device, dtype=torch.int32) * 999,
         temperatures=(torch.arange(48, device=device) % 3 * 0.5).float(),
     )
-    found, expected = torch.zeros(2, 3, 48, width, device=device, dtype=torch.int32)
-    for work, out in ((kernels.grow, found), (grow, expected)):
+    actual, expected = torch.zeros(2, 3, 48, width, device=device, dtype=torch.int32)
+    for work, out in ((kernels.grow, actual), (grow, expected)):
         work(logits, ids, noise, Levels(1, width), 0, out, None)
-    assert (found[0] == expected[0]).float().mean() > 0.99  # But for near-ties.
-    values = (each[2].view(torch.float32) for each in (found, expected))
+    assert (actual[0] == expected[0]).float().mean() > 0.99  # But for near-ties.
+    values = (each[2].view(torch.float32) for each in (actual, expected))
     torch.testing.assert_close(*values, rtol=1e-4, atol=1e-4)
 
 
@@ -248,11 +248,11 @@ def test_choices_are_the_plain_ones(kernels, device, vocab):
     facts["temperature"] = (torch.arange(64, device=device) % 3 * 0.5).float().view(torch.int32)
     facts["tree_intervals"] = torch.stack([rows * 0, rows])
     shape = RoundShape(16, 100, torch.rand(1, 64, device=device), torch.ones(1, device=device))
-    found = []
+    actual = []
     for first, last in ((kernels.prepare, kernels.accept), (prepare, accept)):
         made, record = first(facts, shape), rows * -9
-        found.append((made, last(logits, made.noise, facts, record), record))
-    (mine, chosen, record), (theirs, expected, plain) = found
+        actual.append((made, last(logits, made.noise, facts, record), record))
+    (mine, chosen, record), (theirs, expected, plain) = actual
     assert torch.equal(record, plain) and torch.equal(chosen.kept, expected.kept)
     assert torch.equal(mine.slots, theirs.slots) and torch.equal(
         mine.noise.seeds, theirs.noise.seeds
@@ -287,12 +287,12 @@ def test_products_of_few_bits_are_the_twins(kernels, device, kind, shape, group)
     for rows in (slice(0, 1), slice(3, 19), slice(16, 17), slice(90, 130), slice(7, FEW)):
         assert torch.equal(by.product(x[rows].clone(), weight, None), few[rows]), rows
     for rows in (1, 16, 33, 300):
-        found, expected = (
+        actual, expected = (
             product(x[:rows], weight, None) for product in (by.product, few_bits_product)
         )
-        assert (found - expected).norm() / expected.norm() < ERROR[torch.bfloat16]
+        assert (actual - expected).norm() / expected.norm() < ERROR[torch.bfloat16]
         if by.gated is not None:
-            apart = kernels.parts.gate(*found.chunk(2, -1))
+            apart = kernels.parts.gate(*actual.chunk(2, -1))
             assert torch.equal(by.gated(x[:rows], weight, None, "silu"), apart)
     assert not weight.through.any()
 
@@ -300,14 +300,14 @@ def test_products_of_few_bits_are_the_twins(kernels, device, kind, shape, group)
 def test_rounds_in_float8(checkpoint, device):
     """Every product of every layer: captured, and the same text again."""
     made = TorchExecutor(checkpoint(), limits(tiny.VOCAB), device, "float8").capture()
-    found = []
+    runs = []
     for _ in range(2):
         with Driver(made) as driver:
             driver.open(0, np.arange(20, 60), Sampling(temperature=0.0))
             for _ in range(30):
                 driver.step([Row(0)])
-            found.append(driver.sequences[0].tokens)
-    assert found[0] == found[1] and len(found[0]) >= 70
+            runs.append(driver.sequences[0].tokens)
+    assert runs[0] == runs[1] and len(runs[0]) >= 70
     assert bool(made.describe().get("captured")) == (device == "cuda")
 
 
@@ -319,7 +319,7 @@ def test_other_families_write_the_text_of_the_cpu(checkpoint, device, family, wi
     """Windows, caps, sandwich norms and recurrent states in rounds; experts eagerly. In float32.
     windows: so many window pages on the device.
     """
-    found, kept = [], limits(tiny.VOCAB)
+    texts, kept = [], limits(tiny.VOCAB)
     near = replace(kept, window=25 * bool(windows), window_pages=windows)
     for where, room in ((device, near), ("cpu", kept)):
         made = torch_executor(room)(checkpoint(family), room, where, "float32").capture()
@@ -329,15 +329,15 @@ def test_other_families_write_the_text_of_the_cpu(checkpoint, device, family, wi
             driver.step([Row(slot) for slot in range(3)])
             for _ in range(30):
                 driver.step([Row(slot, draft=as_draft([7, 9], [-1, -1])) for slot in range(3)])
-            found.append([driver.sequences[slot].tokens[:85] for slot in range(3)])
-    assert sum(a == b for a, b in zip(*found, strict=True)) >= 2
+            texts.append([driver.sequences[slot].tokens[:85] for slot in range(3)])
+    assert sum(a == b for a, b in zip(*texts, strict=True)) >= 2
 
 
 @pytest.mark.parametrize("kv_dtype", ["same", "float8"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_captured_rounds_give_the_eager_text(checkpoint, device, compiled, kv_dtype):
     """In float32; the numbers differ in their last bits, so one near-tie is forgiven."""
-    found = []
+    texts = []
     for graphs in (True, False):
         how = ("float32", compiled and graphs and device == "cuda", kv_dtype)
         made = TorchExecutor(checkpoint("qwen3"), limits(tiny.VOCAB), device, *how)
@@ -351,7 +351,7 @@ def test_captured_rounds_give_the_eager_text(checkpoint, device, compiled, kv_dt
                 last = [driver.sequences[slot].tokens[-1] for slot in range(3)]
                 trees = [as_draft([t, 9, 8], [-1, -1, 0]) for t in last]
                 driver.step([Row(slot, draft=tree) for slot, tree in enumerate(trees)])
-            found.append([driver.sequences[slot].tokens[:45] for slot in range(3)])
+            texts.append([driver.sequences[slot].tokens[:45] for slot in range(3)])
         if device == "cuda" and graphs:
             assert (3, 4, 0, 0) in [size[:4] for size in made.describe()["captured"]]
-    assert sum(a == b for a, b in zip(*found, strict=True)) >= 2
+    assert sum(a == b for a, b in zip(*texts, strict=True)) >= 2

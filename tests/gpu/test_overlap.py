@@ -35,8 +35,8 @@ def test_overlap_gives_the_same_texts(target, learned, device, shape, temperatur
     """A near-tie of float32 may fall the other way where a row that has ended runs along."""
     requests = asked(learned[1], temperature, (60, 35, 50, 41))
     expected, _ = answered(target, requests, overlap=False, **shape)
-    found, stats = answered(target, requests, overlap=True, **shape)
-    same = [one == two for one, two in zip(tokens(found), tokens(expected), strict=True)]
+    texts, stats = answered(target, requests, overlap=True, **shape)
+    same = [one == two for one, two in zip(tokens(texts), tokens(expected), strict=True)]
     assert sum(same) >= 3
     assert (stats.carried > 0.6 * stats.steps) == (device == "cuda")
 
@@ -44,8 +44,8 @@ def test_overlap_gives_the_same_texts(target, learned, device, shape, temperatur
 def test_overlap_with_requests_that_come_and_go(target, learned, device):
     requests = crowd(learned[1])
     expected, _ = answered(target, requests, 3, overlap=False, **CHAIN)
-    found, stats = answered(target, requests, 3, overlap=True, **CHAIN)
-    same = [one == two for one, two in zip(tokens(found), tokens(expected), strict=True)]
+    texts, stats = answered(target, requests, 3, overlap=True, **CHAIN)
+    same = [one == two for one, two in zip(tokens(texts), tokens(expected), strict=True)]
     assert sum(same) >= len(same) - 2
     assert (stats.carried > 0) == (device == "cuda")
 
@@ -56,6 +56,6 @@ def test_overlap_survives_a_thousand_steps(target, learned, device):
         replace(request, id=str(n))
         for n, request in enumerate(asked(list(learned[1]) * 3, 0.8, [70] * 36))
     ]
-    found, stats = answered(target, requests, overlap=True, **OFF)
-    assert [len(output_tokens) for output_tokens in tokens(found)] == [70] * 36
+    texts, stats = answered(target, requests, overlap=True, **OFF)
+    assert [len(output_tokens) for output_tokens in tokens(texts)] == [70] * 36
     assert stats.load.pages_held == 0 and stats.failed_steps == 0

@@ -460,8 +460,8 @@ def test_pickled_weights_are_fetched_where_there_are_no_others(monkeypatch, tmp_
         return str(folder)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    found = SimpleNamespace(siblings=[SimpleNamespace(rfilename="a.txt")])
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: found)
+    listing = SimpleNamespace(siblings=[SimpleNamespace(rfilename="a.txt")])
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: listing)
     for name in ("org/pickled", "org/safe", "org/bare"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "org/safe/model.safetensors").touch()

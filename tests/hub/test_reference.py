@@ -48,7 +48,7 @@ NAMES = ["README.md", "a-Q8_0.gguf", "sub/a.Q4_K_M.gguf", "a-f16.gguf", "mmproj-
 
 
 @pytest.mark.parametrize(
-    ("file", "found"),
+    ("file", "chosen"),
     [
         (None, "sub/a.Q4_K_M.gguf"),
         ("q8_0", "a-Q8_0.gguf"),
@@ -60,8 +60,8 @@ NAMES = ["README.md", "a-Q8_0.gguf", "sub/a.Q4_K_M.gguf", "a-f16.gguf", "mmproj-
         ("b-Q2_K-00001-of-00003.gguf", "b-Q2_K-00001-of-00003.gguf"),
     ],
 )
-def test_the_file_among_many(file, found):
-    assert choose_gguf(NAMES, HubReference("org/repo", file)) == found
+def test_the_file_among_many(file, chosen):
+    assert choose_gguf(NAMES, HubReference("org/repo", file)) == chosen
 
 
 def test_no_such_file_lists_what_there_is():

@@ -30,15 +30,15 @@ EVERY = r"model\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)"
 def save_adapter(hf, folder, seed, modules=EVERY, rank=4, tensors=None, **config):
     """An adapter of the modules of a transformers model whose names match, in a folder."""
     random = np.random.default_rng(seed)
-    found = {}
+    stored = {}
     for name, module in hf.named_modules():
         if re.fullmatch(modules, name):
             out, into = module.weight.shape
             for half, shape in (("A", (rank, into)), ("B", (out, rank))):
                 key = f"base_model.model.{name}.lora_{half}.weight"
-                found[key] = random.normal(0, 0.3, shape).astype(np.float32)
+                stored[key] = random.normal(0, 0.3, shape).astype(np.float32)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(found | (tensors or {}), folder / "adapter_model.safetensors")
+    save_file(stored | (tensors or {}), folder / "adapter_model.safetensors")
     said = CONFIG | {"r": rank} | config
     (folder / "adapter_config.json").write_text(json.dumps(said))
     return folder

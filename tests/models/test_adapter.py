@@ -22,12 +22,12 @@ def test_an_adapter_is_what_peft_would_merge(model, tmp_path, config):
     hf, checkpoint = model
     modules = r"model\.layers\.\d+\.self_attn\.(q_proj|k_proj|qkv_proj|o_proj)"
     folder = save_adapter(hf, tmp_path / "a", 1, modules, **config)
-    found = read_adapter("a", folder, checkpoint.architecture)
+    adapter = read_adapter("a", folder, checkpoint.architecture)
     whole = tiny.save_folder(hf, tmp_path / "whole")
     other = _with(whole, merged(hf, folder))
     each = 4 if checkpoint.architecture.family == "phi3" else 3
-    assert len(found.matrices) == each * checkpoint.architecture.layers
-    for name, one in found.matrices.items():
+    assert len(adapter.matrices) == each * checkpoint.architecture.layers
+    for name, one in adapter.matrices.items():
         sum_ = checkpoint.tensor(f"{name}.weight") + one.up @ one.down
         np.testing.assert_allclose(sum_, other.tensor(f"{name}.weight"), atol=1e-5)
 
@@ -107,8 +107,8 @@ def test_experts_by_name_and_as_one_parameter_are_the_same(tmp_path):
     arch = FolderCheckpoint(tiny.save_folder(hf, tmp_path)).architecture
     made = of_experts(arch)
     one, all_ = (
-        read_adapter("a", save_adapter(hf, tmp_path / kind, 1, "none", 3, found), arch).matrices
-        for kind, found in zip(("one", "all"), made, strict=True)
+        read_adapter("a", save_adapter(hf, tmp_path / kind, 1, "none", 3, adapter), arch).matrices
+        for kind, adapter in zip(("one", "all"), made, strict=True)
     )
     assert one.keys() == all_.keys() and len(one) == 3 * arch.layer_specs[0].feed_forward.count
     for name, matrix in one.items():

@@ -91,10 +91,10 @@ def test_speculators_nested_keys_and_layers(made):
     tensors |= {"lm_head.weight": torch.ones(4, 64), "d2t": torch.tensor([5, 5, 6, 300])}
     save_file(tensors, made.path / "model.safetensors")
     (made.path / "config.json").write_text(json.dumps(config))
-    found = open_block(made.path, TARGET)
+    opened = open_block(made.path, TARGET)
     wanted = {"anchored": True, "vocab": 4, "own_head": True}
-    assert found.head == replace(made.head, **wanted) and found.head.depth == 5
-    assert found.target_ids.tolist() == [5, 6, 8, 303]
+    assert opened.head == replace(made.head, **wanted) and opened.head.depth == 5
+    assert opened.target_ids.tolist() == [5, 6, 8, 303]
 
 
 REFUSED = {
@@ -252,9 +252,9 @@ def test_dspark_as_speculators_write_it(tmp_path):
         **{n: inner[n] for n in inner if n.startswith(("markov", "enable_c", "confidence"))},
     }
     (made.path / "config.json").write_text(json.dumps(config))
-    found = open_block(made.path, TARGET)
-    assert found.head == made.head and found.head.anchored
-    told = " ".join(found.warnings)
+    opened = open_block(made.path, TARGET)
+    assert opened.head == made.head and opened.head.anchored
+    told = " ".join(opened.warnings)
     assert "verifier_accept_k 3 of its" in told and "accept_tolerance 0.5 of its" in told
     method.update(verifier_accept_k=1, accept_tolerance=0.0)
     (made.path / "config.json").write_text(json.dumps(config))
@@ -272,9 +272,9 @@ def test_dspark_as_deepspec_writes_it(tmp_path):
         config.update(architectures=["Qwen3DSparkModel"], confidence_temperatures=[1.5] * 5)
         config.pop("sample_from_anchor")
 
-    found = open_block(changed(made, flat), TARGET)
-    assert found.head == made.head
-    assert found.warnings == (
+    opened = open_block(changed(made, flat), TARGET)
+    assert opened.head == made.head
+    assert opened.warnings == (
         "confidence_temperatures are not read: outcomes calibrate its confidence",
     )
 
@@ -319,12 +319,12 @@ def test_a_file_is_the_folder(tmp_path, name):
     }
     path = in_gguf(folder, tmp_path / "x.gguf", metadata if windows else None)
     assert holds_block_file(path) and not holds_layers_alone(path)
-    found = open_block_file(path, TARGET)
-    assert found.head == replace(folder.head, windows=windows)
-    np.testing.assert_array_equal(found.target_ids, folder.target_ids)
-    for tensor in expected_block_tensors(found.head):
+    opened = open_block_file(path, TARGET)
+    assert opened.head == replace(folder.head, windows=windows)
+    np.testing.assert_array_equal(opened.target_ids, folder.target_ids)
+    for tensor in expected_block_tensors(opened.head):
         if tensor != "d2t":
-            np.testing.assert_array_equal(found.tensor(tensor), folder.tensor(tensor))
+            np.testing.assert_array_equal(opened.tensor(tensor), folder.tensor(tensor))
     asked = EngineConfig(model="m", speculative_draft_model_path=str(path))
     assert with_shipped(asked).speculative_algorithm == "AUTO"  # Not a whole model.
 
@@ -333,10 +333,10 @@ def test_a_file_of_dflash2_is_the_folder(tmp_path):
     folder = random_block(TARGET, tmp_path / "folder", **PAIRED["DFlash2"])
     said = {"dflash.attention.sliding_window": 7}
     said["dflash.attention.sliding_window_pattern"] = [True, True]
-    found = open_block_file(in_gguf(folder, tmp_path / "x.gguf", said), TARGET)
-    assert found.head == folder.head and found.head.algorithm == "dflash2"
-    for tensor in expected_block_tensors(found.head):
-        np.testing.assert_array_equal(found.tensor(tensor), folder.tensor(tensor))
+    opened = open_block_file(in_gguf(folder, tmp_path / "x.gguf", said), TARGET)
+    assert opened.head == folder.head and opened.head.algorithm == "dflash2"
+    for tensor in expected_block_tensors(opened.head):
+        np.testing.assert_array_equal(opened.tensor(tensor), folder.tensor(tensor))
     for name, value in (("conv_kernel_size", 3), ("conv_group_size", 7), ("selector_top_k", 0)):
         wrong = in_gguf(folder, tmp_path / "y.gguf", said | {f"dflash.{name}": value})
         with pytest.raises(ModelError, match=name):

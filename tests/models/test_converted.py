@@ -131,21 +131,21 @@ def test_what_the_converter_writes_is_what_transformers_has(converted, name):
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_block_drafters_are_those_of_their_folders(converted, name):
     target = FolderCheckpoint(converted / "qwen3_5_text").architecture
-    found, folder = (
+    from_file, folder = (
         open_block_file(converted / f"{name}.gguf", target),
         open_block(converted / name, target),
     )
-    assert found.head == folder.head
-    for tensor in expected_block_tensors(found.head):
-        np.testing.assert_array_equal(found.tensor(tensor), folder.tensor(tensor))
+    assert from_file.head == folder.head
+    for tensor in expected_block_tensors(from_file.head):
+        np.testing.assert_array_equal(from_file.tensor(tensor), folder.tensor(tensor))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_an_assistant_is_that_of_its_folder(converted):
     target = FolderCheckpoint(converted / "gemma4_text").architecture
-    found = open_assistant(converted / "assistant.gguf", target)
+    opened = open_assistant(converted / "assistant.gguf", target)
     folder = open_assistant(converted / "assistant", target)
-    assert set(found.names()) == set(folder.names())
+    assert set(opened.names()) == set(folder.names())
     for name in folder.names():
-        np.testing.assert_allclose(found.tensor(name), folder.tensor(name), atol=1e-6)
+        np.testing.assert_allclose(opened.tensor(name), folder.tensor(name), atol=1e-6)

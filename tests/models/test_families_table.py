@@ -41,14 +41,14 @@ KINDS = {
 
 def tables():
     """The tables of the page, each a list of rows, these lists of cells."""
-    found = [[]]
+    result = [[]]
     page = ROOT / "docs" / "reference" / "families.md"
     for line in page.read_text(encoding="utf-8").splitlines():
         if not line.startswith("|"):
-            found.append([])
+            result.append([])
         elif not line.startswith("| ---"):
-            found[-1].append([cell.strip() for cell in line.strip("|").split("|")])
-    return [table for table in found if table]
+            result[-1].append([cell.strip() for cell in line.strip("|").split("|")])
+    return [table for table in result if table]
 
 
 def rows():

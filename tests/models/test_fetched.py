@@ -39,8 +39,8 @@ def test_a_byte_order_mark_changes_no_model(folder):
     for path in (*folder.glob("*.json"), folder / "chat_template.jinja"):
         marked(path)
     assert (eos_ids(folder, config_of(folder), 320), chat_template(folder)) == expected
-    found = open_model(str(folder)).tokenizer.encode("a b")
-    assert found.tolist() == plain.tokenizer.encode("a b").tolist()
+    ids = open_model(str(folder)).tokenizer.encode("a b")
+    assert ids.tolist() == plain.tokenizer.encode("a b").tolist()
 
 
 def test_a_byte_order_mark_is_no_part_of_what_options_name(tmp_path):

@@ -259,8 +259,8 @@ def test_special_tokens_are_those_of_tokenizer_config_then_of_the_map(folder):
     as_object = {"content": "<e>", "lstrip": False}
     edit(folder / "tokenizer_config.json", bos_token=None, eos_token=as_object, pad_token="")
     (folder / "special_tokens_map.json").write_text('{"eos_token": "<m>", "unk_token": "<u>"}')
-    found = {"bos_token": None, "eos_token": "<e>", "pad_token": None, "unk_token": "<u>"}
-    assert special_tokens(folder) == found
+    special = {"bos_token": None, "eos_token": "<e>", "pad_token": None, "unk_token": "<u>"}
+    assert special_tokens(folder) == special
     edit(folder / "tokenizer_config.json", eos_token=7)
     with pytest.raises(ModelError, match="eos_token 7 is not a token's text"):
         special_tokens(folder)
@@ -306,12 +306,12 @@ def test_a_template_for_tools_is_used_where_tools_are_offered(folder, default, t
     several = [{"name": name, "template": template} for name, template in named.items()]
     settings = folder / "tokenizer_config.json"
     edit(settings, chat_template=several)
-    found = [chat_template(folder)]
+    templates = [chat_template(folder)]
     (folder / "chat_template.jinja").write_text(default)
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text(tools)
-    found.append(chat_template(folder))
-    for source in found:
+    templates.append(chat_template(folder))
+    for source in templates:
         assert rendered(source, None) == rendered(source, []) == rendered(default, None)
         assert rendered(source, [1]) == rendered(tools, [1])
 

@@ -124,9 +124,9 @@ def test_what_transformers_writes_is_what_was_published(tmp_path):
     }
     published = {key: value for key, value in written.items() if key != "per_layer_config"}
     published |= {"global_head_dim": 32, "num_global_key_value_heads": 1}
-    found = architecture_from(written | {"per_layer_config": about}, tmp_path)
-    assert found == architecture_from(published, tmp_path)
-    assert found.cache_shapes == (CacheLayer(2, 16), CacheLayer(1, 32))
+    arch = architecture_from(written | {"per_layer_config": about}, tmp_path)
+    assert arch == architecture_from(published, tmp_path)
+    assert arch.cache_shapes == (CacheLayer(2, 16), CacheLayer(1, 32))
 
 
 @pytest.mark.parametrize(
@@ -170,11 +170,11 @@ def test_only_the_language_model_of_a_multimodal_folder_is_read(tmp_path):
     there.mkdir()
     safetensors.numpy.save_file(moved, there / "model.safetensors")
     (there / "config.json").write_text(json.dumps(whole(config)))
-    found = FolderCheckpoint(there)
-    assert found.towers == ("audio_tower", "embed_audio", "embed_vision", "vision_tower")
-    assert found.architecture == alone.architecture and set(found.names()) == set(alone.names())
-    for name in found.names():
-        np.testing.assert_array_equal(found.tensor(name), alone.tensor(name))
+    source = FolderCheckpoint(there)
+    assert source.towers == ("audio_tower", "embed_audio", "embed_vision", "vision_tower")
+    assert source.architecture == alone.architecture and set(source.names()) == set(alone.names())
+    for name in source.names():
+        np.testing.assert_array_equal(source.tensor(name), alone.tensor(name))
     safetensors.numpy.save_file(
         moved | {"model.language_model.layers.0.extra": np.zeros(3, np.float32)},
         there / "model.safetensors",
@@ -211,9 +211,9 @@ def test_one_that_reads_images_by_itself_is_transformers_own_class(tmp_path, cha
     ).eval()
     tiny.randomised(hf, "gemma4_text")
     hf.save_pretrained(tmp_path / "whole")
-    found = FolderCheckpoint(tmp_path / "whole")
-    assert found.towers == ("embed_audio", "embed_vision", "vision_embedder")
-    logits_are_those_of(hf, found)
+    source = FolderCheckpoint(tmp_path / "whole")
+    assert source.towers == ("embed_audio", "embed_vision", "vision_embedder")
+    logits_are_those_of(hf, source)
     inner = transformers.Gemma4UnifiedForCausalLM(hf.config.text_config).eval()
     inner.model.load_state_dict(hf.model.language_model.state_dict())
     inner.save_pretrained(tmp_path / "alone")

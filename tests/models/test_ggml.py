@@ -39,8 +39,8 @@ def test_numbers_of_one_and_two_bits_are_ggmls(kind, bits, levels):
     storage, scale = STORAGE[kind], np.float16(0.37)
     packed = np.random.default_rng(0).integers(0, 256, (3, 2, storage.size), np.uint8)
     packed[..., :2] = np.array([scale]).view(np.uint8)
-    found = floats_of(kind, packed.reshape(3, -1)).reshape(6, storage.block)
-    for row, block in zip(found, packed.reshape(6, -1), strict=True):
+    values = floats_of(kind, packed.reshape(3, -1)).reshape(6, storage.block)
+    for row, block in zip(values, packed.reshape(6, -1), strict=True):
         for place, number in enumerate(row):
             byte, shift = divmod(place * bits, 8)
             code = block[2 + byte] >> shift & (1 << bits) - 1

@@ -284,16 +284,16 @@ def test_qwen3_next_is_that_of_transformers(kind, legacy, tmp_path):
     weights, quant = tiny.weights(hf), gguf.GGMLQuantizationType[kind]
     assert set(checkpoint.names()) == set(weights) and checkpoint.architecture.norm_offset == 0
     for name, weight in weights.items():
-        found, expected = checkpoint.tensor(name), weight
-        assert checkpoint.shape(name) == weight.shape == found.shape
+        tensor, expected = checkpoint.tensor(name), weight
+        assert checkpoint.shape(name) == weight.shape == tensor.shape
         if "A_log" in name:
-            np.testing.assert_allclose(found, weight, atol=1e-6)
+            np.testing.assert_allclose(tensor, weight, atol=1e-6)
             continue
         if "norm" in name and "linear_attn" not in name:
             expected = weight + 1
         elif weight.ndim == 2 and not name.endswith(tiny.AS_FLOATS):
             expected = dequantize(quantize(weight, quant), quant)
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(tensor, expected)
     if kind != "F32":
         packed = checkpoint.packed("model.layers.0.linear_attn.k_proj.weight")
         assert (packed.kind, len(packed.rows)) == (kind, 16)
@@ -306,12 +306,12 @@ NEXT |= {"shared_expert_intermediate_size": 64}
 
 
 def joined(hf, arrays, plain=tiny.of_qwen3_next):
-    found = plain(hf, arrays)
+    tensors = plain(hf, arrays)
     for name, tensor in hf.state_dict().items():
         if "in_proj_qkvz" in name:
-            del found[name.replace("qkvz", "qkv")], found[name.replace("qkvz", "z")]
-            found[name] = tensor.numpy()
-    return found
+            del tensors[name.replace("qkvz", "qkv")], tensors[name.replace("qkvz", "z")]
+            tensors[name] = tensor.numpy()
+    return tensors
 
 
 def test_the_layers_with_states_may_be_listed(tmp_path):
@@ -364,9 +364,9 @@ def test_a_decay_that_grows_is_refused(tmp_path):
 
 
 def grown(hf, arrays, plain=tiny.of_qwen3_next):
-    found = plain(hf, arrays)
-    found["model.layers.1.linear_attn.A_log"] *= -1
-    return found
+    tensors = plain(hf, arrays)
+    tensors["model.layers.1.linear_attn.A_log"] *= -1
+    return tensors
 
 
 def test_experts_one_by_one_as_the_first_files_had_them(tmp_path):
@@ -383,8 +383,8 @@ def test_experts_one_by_one_as_the_first_files_had_them(tmp_path):
 
 def first_name(name):
     """llama.cpp's of an expert's matrix, before experts were stacked."""
-    found = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight", name)
-    return found and f"blk.{found[1]}.ffn_{found[3]}.{found[2]}.weight"
+    match = re.fullmatch(r"model\.layers\.(\d+)\.mlp\.experts\.(\d+)\.(\w+)_proj\.weight", name)
+    return match and f"blk.{match[1]}.ffn_{match[3]}.{match[2]}.weight"
 
 
 def test_prediction_layers_are_left_aside(tmp_path):
@@ -499,9 +499,9 @@ def test_experts_that_are_missing_are_named(tmp_path, monkeypatch):
     plain = tiny.stacked
 
     def without(arrays, settings):
-        found = plain(arrays, settings)
-        del found["model.layers.1.mlp.experts.up_proj.weight"]
-        return found
+        tensors = plain(arrays, settings)
+        del tensors["model.layers.1.mlp.experts.up_proj.weight"]
+        return tensors
 
     monkeypatch.setattr(tiny, "stacked", without)
     path = tiny.write_gguf(tiny.model("qwen3_moe"), tmp_path / "x.gguf")

@@ -42,11 +42,11 @@ def made(name, **changes):
 def test_up_to_what_is_chosen_it_is_dense(tmp_path, name):
     hf = made(name, index_topk=256)
     hf.save_pretrained(tmp_path)
-    found = FolderCheckpoint(tmp_path)
-    assert found.towers == INDEXERS
-    assert (found.architecture.family, found.architecture.context) == ("deepseek_v3", 256)
-    logits_are_those_of(hf, found)
-    model = SimpleNamespace(path=tmp_path, architecture=found.architecture, checkpoint=found)
+    source = FolderCheckpoint(tmp_path)
+    assert source.towers == INDEXERS
+    assert (source.architecture.family, source.architecture.context) == ("deepseek_v3", 256)
+    logits_are_those_of(hf, source)
+    model = SimpleNamespace(path=tmp_path, architecture=source.architecture, checkpoint=source)
     with pytest.warns(UserWarning, match="indexers not loaded; texts end at 256 tokens"):
         _warn_of_omissions(model)
 
@@ -82,5 +82,5 @@ def test_published_keys_and_prediction_layers(tmp_path):
     assert any("indexer" in name for name in tensors)
     file = tmp_path / "model.safetensors"
     save_file(load_file(file) | {n: t.contiguous() for n, t in tensors.items()}, file)
-    found = FolderCheckpoint(tmp_path)
-    assert len(found.prediction_files) and not any("indexer" in n for n in found.prediction_files)
+    source = FolderCheckpoint(tmp_path)
+    assert len(source.prediction_files) and not any("indexer" in n for n in source.prediction_files)

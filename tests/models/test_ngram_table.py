@@ -27,7 +27,7 @@ def counted(chats, wanted=None):
 
 def by_hand(chats, text):
     """The definition in one loop: what `follow` says, from the chats themselves."""
-    found: dict[int, float] = {}
+    result: dict[int, float] = {}
     for order, least in enumerate(ngrams.SEEN, 1):
         context = text[len(text) - order :] if order <= len(text) else None
         after = [
@@ -45,15 +45,15 @@ def by_hand(chats, text):
         total = len(came) + ngrams.CAUTION
         taken = sum(min(discounts[token], count) for token, count in counts.items())
         rest = (taken + ngrams.CAUTION) / total
-        found = {token: chance * rest for token, chance in found.items()}
+        result = {token: chance * rest for token, chance in result.items()}
         shares = {
             token: max(count - discounts[token], 0) / total for token, count in counts.items()
         }
         best = sorted(shares, key=lambda token: (-shares[token], token))[: ngrams.FOLLOWERS]
         for token in best:
             if shares[token] >= ngrams.MIN_PROB:
-                found[token] = found.get(token, 0.0) + shares[token]
-    return found
+                result[token] = result.get(token, 0.0) + shares[token]
+    return result
 
 
 CHATS = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=40), min_size=1, max_size=6)
@@ -62,11 +62,11 @@ CHATS = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=40), min_size=1, m
 @settings(max_examples=100)
 @given(CHATS, st.lists(st.integers(0, VOCAB - 1), max_size=6))
 def test_counts_are_what_the_definition_says(chats, text):
-    found, expected = counted(chats).follow(text), by_hand(chats, text)
-    assert found.keys() == expected.keys()
-    for token, chance in found.items():
+    actual, expected = counted(chats).follow(text), by_hand(chats, text)
+    assert actual.keys() == expected.keys()
+    for token, chance in actual.items():
         assert chance == pytest.approx(expected[token], abs=2e-3)
-    assert sum(found.values()) < 1
+    assert sum(actual.values()) < 1
 
 
 def test_only_answers_are_counted_but_questions_are_context():

@@ -41,12 +41,12 @@ def held(folder):
     return load_file(file)
 
 
-def same(found, wanted):
-    assert found.keys() == wanted.keys()
+def same(loaded, wanted):
+    assert loaded.keys() == wanted.keys()
     for name, made in wanted.items():
         tensor = made.detach()
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(found[name].reshape(-1).view(torch.uint8),
+        assert (loaded[name].dtype, loaded[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(loaded[name].reshape(-1).view(torch.uint8),
                            tensor.contiguous().reshape(-1).view(torch.uint8)), name  # fmt: skip
 
 
@@ -127,10 +127,10 @@ def test_a_whole_model_in_parts_loads(tmp_path):
         torch.save({name: tensors[name] for name in part}, folder / file)
         index |= dict.fromkeys(part, file)
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
-    found, wanted = FolderCheckpoint(folder), FolderCheckpoint(whole)
-    assert sorted(found.names()) == sorted(wanted.names())
+    loaded, wanted = FolderCheckpoint(folder), FolderCheckpoint(whole)
+    assert sorted(loaded.names()) == sorted(wanted.names())
     for name in wanted.names():
-        assert np.array_equal(found.tensor(name), wanted.tensor(name))
+        assert np.array_equal(loaded.tensor(name), wanted.tensor(name))
     index[names[0]] = "../outside.bin"
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": index}))
     with pytest.raises(ModelError, match=r"must name at most 1024 \.bin files beside it"):

@@ -36,14 +36,14 @@ def folder(tmp_path, pooling, modules=MODULES, prompts=None):
 
 @pytest.mark.parametrize(("mode", "kind"), [("lasttoken", "last"), ("mean_tokens", "mean")])
 def test_the_folder_decides(tmp_path, mode, kind):
-    found = folder(tmp_path, {f"pooling_mode_{mode}": True})
-    assert found == EmbeddingRule(kind, "1_Pooling/config.json")
+    opened = folder(tmp_path, {f"pooling_mode_{mode}": True})
+    assert opened == EmbeddingRule(kind, "1_Pooling/config.json")
 
 
 def test_newer_folders_name_the_mode_and_a_prompt(tmp_path):
     prompts = {"prompts": {"query": "Find: "}, "default_prompt_name": "query"}
-    found = folder(tmp_path, {"pooling_mode": "lasttoken"}, prompts=prompts)
-    assert (found.pooling, found.prompt) == ("last", "Find: ")
+    opened = folder(tmp_path, {"pooling_mode": "lasttoken"}, prompts=prompts)
+    assert (opened.pooling, opened.prompt) == ("last", "Find: ")
 
 
 @pytest.mark.parametrize("prefix", ["model.", ""])

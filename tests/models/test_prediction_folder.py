@@ -47,15 +47,15 @@ def changed(folder, tensors=lambda _: None, **keys):
 
 def test_what_is_written_is_read(target, folder):
     assert holds_prediction(folder)
-    found = open_prediction(folder, target)
-    assert (found.count, found.vocab, found.path) == (1, 150, folder)
-    assert found.target_ids.tolist() == IDS.tolist()
-    assert "model.layers.0.self_attn.q_norm.weight" in found.names()
+    opened = open_prediction(folder, target)
+    assert (opened.count, opened.vocab, opened.path) == (1, 150, folder)
+    assert opened.target_ids.tolist() == IDS.tolist()
+    assert "model.layers.0.self_attn.q_norm.weight" in opened.names()
     stored = load_file(folder / "model.safetensors")
     fuse = stored[f"model.layers.{target.architecture.layers}.eh_proj.weight"].float().numpy()
-    assert np.array_equal(found.tensor(found.own(0, "fuse")), fuse)
+    assert np.array_equal(opened.tensor(opened.own(0, "fuse")), fuse)
     with pytest.raises(ModelError, match="brings its own draft vocabulary"):
-        found.limited(np.arange(5, dtype=np.int32))
+        opened.limited(np.arange(5, dtype=np.int32))
 
 
 @pytest.mark.parametrize(

@@ -130,10 +130,10 @@ def test_four_bit_integers_are_the_matrix(name, tmp_path):
         group = checkpoint.four_bit_group(weight)
         assert group == (numbers.shape[1] if name == "gptq-channel" else KEPT.get(name, 0))
         if group:
-            found = checkpoint.four_bits(weight)
-            assert found.group == group
-            zeros, scales = (np.repeat(part, group, 1) for part in (found.zeros, found.scales))
-            made_of = (found.numbers.astype(np.float32) - zeros) * scales.astype(np.float32)
+            packed = checkpoint.four_bits(weight)
+            assert packed.group == group
+            zeros, scales = (np.repeat(part, group, 1) for part in (packed.zeros, packed.scales))
+            made_of = (packed.numbers.astype(np.float32) - zeros) * scales.astype(np.float32)
             np.testing.assert_array_equal(made_of, numbers)
 
 
@@ -160,10 +160,10 @@ class Watched(np.ndarray):
     seen = 0
 
     def __getitem__(self, index):
-        found = super().__getitem__(index)
-        if np.ndim(found) >= 2 and self.ndim >= 2:
-            Watched.seen += found.nbytes
-        return found
+        value = super().__getitem__(index)
+        if np.ndim(value) >= 2 and self.ndim >= 2:
+            Watched.seen += value.nbytes
+        return value
 
 
 @pytest.mark.parametrize("name", FORMATS)

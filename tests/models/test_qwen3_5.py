@@ -220,12 +220,12 @@ def test_gates_and_ups_of_experts_may_be_one_tensor_in_gguf(tmp_path):
     hf = tiny.model("qwen3_5_moe_text")
 
     def joined(arrays, settings):
-        found = stacked(arrays, settings)
+        tensors = stacked(arrays, settings)
         for layer in range(4):
             prefix = f"model.layers.{layer}.mlp.experts"
-            parts = [found.pop(f"{prefix}.{part}_proj.weight") for part in ("gate", "up")]
-            found[f"{prefix}.gate_up_proj.weight"] = np.concatenate(parts, 1)
-        return found
+            parts = [tensors.pop(f"{prefix}.{part}_proj.weight") for part in ("gate", "up")]
+            tensors[f"{prefix}.gate_up_proj.weight"] = np.concatenate(parts, 1)
+        return tensors
 
     stacked = tiny.stacked
     with pytest.MonkeyPatch.context() as patch:

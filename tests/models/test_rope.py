@@ -46,8 +46,8 @@ def test_longrope_equals_transformers_for_short_texts_and_for_long_ones(tmp_path
     for context, length in ((None, 64), (64, 64), (65, 65), (256, 200)):
         served = arch.for_context(context)
         rotary(torch.zeros(1), torch.arange(length)[None])
-        found = served.rope.frequencies(16)
-        np.testing.assert_allclose(found, rotary.inv_freq.numpy(), rtol=4e-7, atol=0)
+        frequencies = served.rope.frequencies(16)
+        np.testing.assert_allclose(frequencies, rotary.inv_freq.numpy(), rtol=4e-7, atol=0)
         assert served.rope.attention_factor == pytest.approx(rotary.attention_scaling, rel=1e-12)
         assert served.context == (64 if length == 64 else 256)
         assert (served.unstretched is None) == (length > 64)

@@ -42,8 +42,8 @@ def test_every_format_says_the_same(tmp_path):
     save_file({"hot": np.array(IDS, np.int32)}, tmp_path / "b.safetensors")
     write_token_map(np.array(IDS, np.int32), tmp_path / "c.json")
     for name in ("freq.pt", "a.safetensors", "b.safetensors", "c.json"):
-        found = read_token_map(tmp_path / name, VOCAB)
-        assert found.tolist() == sorted(set(IDS)) and found.dtype == np.int32
+        token_map = read_token_map(tmp_path / name, VOCAB)
+        assert token_map.tolist() == sorted(set(IDS)) and token_map.dtype == np.int32
     for protocol in (2, 3, 4, 5):
         for ids in ([7], [1, 2], IDS):
             path = archive(tmp_path / "p.pt", pickle.dumps(ids, protocol))

@@ -226,7 +226,7 @@ def _made(family: str, settings: Any) -> Any:
 def weights(hf: Any) -> dict[str, np.ndarray]:
     """Canonical name -> float32, a tied head left out."""
     tied = hf.config.tie_word_embeddings
-    found: dict[str, np.ndarray] = {}
+    tensors: dict[str, np.ndarray] = {}
     for name, tensor in hf.state_dict().items():
         if tied and name == "lm_head.weight":
             continue
@@ -241,18 +241,18 @@ def weights(hf: Any) -> dict[str, np.ndarray]:
             own = own.replace("router.proj", "moe.gate").replace("router.", "moe.gate.")
             own = own.replace(".experts.", ".moe.experts.")
         if ".mlp.experts." in own or ".moe.experts." in own:
-            found |= _experts(own, array, hf.config)
+            tensors |= _experts(own, array, hf.config)
         elif hf.config.model_type in DELTAS and own.split(".")[-2] in _NEXT:
-            found |= _of_next(own, array, hf.config)
+            tensors |= _of_next(own, array, hf.config)
         elif "shared_mlp.input_linear" in own:
             prefix = own.removesuffix("shared_mlp.input_linear.weight")
             parts = zip(("gate", "up"), np.split(array, 2), strict=True)
-            found |= {f"{prefix}mlp.{part}_proj.weight": rows for part, rows in parts}
+            tensors |= {f"{prefix}mlp.{part}_proj.weight": rows for part, rows in parts}
         elif "qkv_proj" in own or "mlp.gate_up_proj" in own:
-            found |= _parts(own, array, hf.config)
+            tensors |= _parts(own, array, hf.config)
         else:
-            found[own] = _half_split(own, array, hf.config)
-    return found
+            tensors[own] = _half_split(own, array, hf.config)
+    return tensors
 
 
 _LFM2 = {
@@ -326,11 +326,11 @@ def _of_next(name: str, array: np.ndarray, settings: Any) -> dict[str, np.ndarra
         widths = [settings.linear_key_head_dim] * 2 + [value] * 2
     whole = array.reshape(heads, sum(widths), *array.shape[1:])
     parts = np.split(whole, np.cumsum(widths)[:-1], 1)
-    found = {}
+    tensors = {}
     for part, rows in zip(names, parts, strict=True):
         own = f"{prefix}.{part}.{end}"
-        found[own] = _half_split(own, rows.reshape(-1, *array.shape[1:]), settings)
-    return found
+        tensors[own] = _half_split(own, rows.reshape(-1, *array.shape[1:]), settings)
+    return tensors
 
 
 def _half_split(name: str, array: np.ndarray, settings: Any) -> np.ndarray:
@@ -498,25 +498,25 @@ def of_qwen3_next(hf: Any, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarra
     """As the converters have them: norms with their 1 but a net's own, decay as it is used, and the
     rows of q, k and v of a net head after head; the others as in folders.
     """
-    found = {name: array for name, array in arrays.items() if "_attn." not in name}
+    tensors = {name: array for name, array in arrays.items() if "_attn." not in name}
     settings = hf.config
     for name, tensor in hf.state_dict().items():
         array = tensor.detach().float().numpy()
         if "norm" in name and "linear_attn" not in name:
-            found[name] = array + 1
+            tensors[name] = array + 1
         elif "in_proj_qkvz" in name:
             parts = _of_next(name, array, settings)
             prefix = name.removesuffix("in_proj_qkvz.weight")
             joined = [parts[f"{prefix}{part}_proj.weight"] for part in "qkv"]
-            found[f"{prefix}in_proj_qkv.weight"] = np.concatenate(joined)
-            found[f"{prefix}in_proj_z.weight"] = parts[f"{prefix}z_proj.weight"]
+            tensors[f"{prefix}in_proj_qkv.weight"] = np.concatenate(joined)
+            tensors[f"{prefix}in_proj_z.weight"] = parts[f"{prefix}z_proj.weight"]
         elif name.endswith(".A_log"):
-            found[name] = _in_turns(name, -np.exp(array), settings)
+            tensors[name] = _in_turns(name, -np.exp(array), settings)
         elif name.endswith(".dt_bias"):
-            found[name.replace("dt_bias", "dt_proj.bias")] = _in_turns(name, array, settings)
+            tensors[name.replace("dt_bias", "dt_proj.bias")] = _in_turns(name, array, settings)
         elif "_attn." in name:
-            found[name] = _in_turns(name, array, settings).squeeze()
-    return found
+            tensors[name] = _in_turns(name, array, settings).squeeze()
+    return tensors
 
 
 def _in_turns(name: str, array: np.ndarray, settings: Any) -> np.ndarray:
@@ -594,7 +594,7 @@ AS_FLOATS += (".conv1d.weight", ".conv.conv.weight")
 
 def stacked(arrays: dict[str, np.ndarray], settings: Any) -> dict[str, np.ndarray]:
     """Experts' matrices one above the other, as converters write them."""
-    found, experts = {}, {}
+    tensors, experts = {}, {}
     for name, array in arrays.items():
         room = ".moe.experts." if ".moe.experts." in name else ".mlp.experts."
         prefix, _, rest = name.partition(room)
@@ -602,10 +602,10 @@ def stacked(arrays: dict[str, np.ndarray], settings: Any) -> dict[str, np.ndarra
             expert, part = rest.split(".", 1)
             experts.setdefault(f"{prefix}{room}{part}", {})[int(expert)] = array
         else:
-            found[name] = array
+            tensors[name] = array
     for name, each in experts.items():
-        found[name] = np.stack([each[expert] for expert in range(len(each))])
-    return found
+        tensors[name] = np.stack([each[expert] for expert in range(len(each))])
+    return tensors
 
 
 def fused(hf: Any) -> dict[str, np.ndarray]:
@@ -783,9 +783,9 @@ def gguf_name(name: str, arch: str = "qwen3") -> str:
         name = name.replace("model.norm.", "model.embedding_norm.")
     if arch == "gemma4":
         return _gemma4_name(name)
-    found = _gguf_names(arch).get_name(name, try_suffixes=(".weight", ".bias"))
-    assert found is not None, name
-    return str(found)
+    mapped = _gguf_names(arch).get_name(name, try_suffixes=(".weight", ".bias"))
+    assert mapped is not None, name
+    return str(mapped)
 
 
 def _gemma4_name(name: str) -> str:
@@ -803,9 +803,9 @@ def _gemma4_name(name: str) -> str:
     for end, stored in named.items():
         if name.endswith(end):
             return f"blk.{name.split('.')[2]}.{stored}"
-    found = _gguf_names("gemma4").get_name(name, try_suffixes=(".weight",))
-    assert found is not None, name
-    return str(found)
+    mapped = _gguf_names("gemma4").get_name(name, try_suffixes=(".weight",))
+    assert mapped is not None, name
+    return str(mapped)
 
 
 def _add_gemma4(writer: gguf.GGUFWriter, settings: Any) -> None:

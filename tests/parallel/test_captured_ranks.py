@@ -97,8 +97,8 @@ def captured(said, settings):
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
 def shared(request, folder, said):
     """Of four ranks two share a key/value head."""
-    with captured(said, config(folder, tp_size=request.param, overlap=True)) as found:
-        yield found
+    with captured(said, config(folder, tp_size=request.param, overlap=True)) as executor:
+        yield executor
 
 
 @pytest.fixture(scope="module")
@@ -126,9 +126,9 @@ def texts(target, settings, asked, predictions=()):
         told = np.array(prediction, np.int32)
         requests[place] = replace(requests[place], prediction=told)
     heard, stats = answered(target, requests, **settings)
-    found = tokens(heard)
-    assert all(len(mine) == 20 for mine in found), found
-    return found, stats
+    emitted = tokens(heard)
+    assert all(len(mine) == 20 for mine in emitted), emitted
+    return emitted, stats
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,8 @@ def test_ranks_launch_what_rank_0_does(shared, alone, said, wishes, algorithm, o
     (target, tape), rounds_alone = shared, wishes == "rounds"
     settings = {"speculative_algorithm": algorithm}
     before, replays = Counter(said), tape.replays
-    found, stats = texts(target, settings | {"overlap": overlap}, WISHES[wishes])
-    assert found == alone(wishes)
+    actual, stats = texts(target, settings | {"overlap": overlap}, WISHES[wishes])
+    assert actual == alone(wishes)
     told = said - before
     # Prompts are steps; what is a round was captured before.
     assert told["step"] and told["round"] >= (10 if rounds_alone else 1)
@@ -158,8 +158,8 @@ def test_latent_attention_is_cut_in_rounds_too(tmp_path):
     with captured(told, config(folder, tp_size=2, overlap=True)) as (target, tape):
         told.clear()
         replays = tape.replays
-        found, stats = texts(target, {"speculative_algorithm": "NGRAM"}, ROUNDS, expected)
-    assert found == expected
+        actual, stats = texts(target, {"speculative_algorithm": "NGRAM"}, ROUNDS, expected)
+    assert actual == expected
     assert stats.accepted > 10 and tape.replays - replays == told["round"] > 2
 
 
@@ -196,11 +196,11 @@ def test_a_draft_model_drafts_between_rounds(made, algorithm, draft, width, size
     told = Counter()
     with captured(told, config(made / "target", tp_size=size, **drafts)) as (target, tape):
         hinted = Hinted(target.draft_model, (), 0)
-        hinted._texts = [prompt_of(place) + found for place, found in enumerate(expected)]
+        hinted._texts = [prompt_of(place) + actual for place, actual in enumerate(expected)]
         drafting = replace(target, draft_model=hinted)
         told.clear()
         replays = tape.replays
-        found, stats = texts(drafting, {}, ROUNDS)
-    assert found == expected
+        actual, stats = texts(drafting, {}, ROUNDS)
+    assert actual == expected
     assert stats.accepted > 10
     assert told["round"] >= 10 and tape.replays - replays == told["round"]

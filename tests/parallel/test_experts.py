@@ -97,7 +97,7 @@ def test_parts_of_a_mixture_add_up(checkpoint, product, family, groups):
     """Each of four ranks runs its experts, and what it says of the others' is nothing."""
     made = {"loop": grouped_loop, "kernel": load("triton.triton_experts").grouped}
     parts = replace(PLAIN, grouped=made.get(product))
-    found = checkpoint(family)
+    source = checkpoint(family)
 
     def mixture(of):
         weights = Weights(of, torch.device("cpu"), torch.float32, Linear)
@@ -106,9 +106,9 @@ def test_parts_of_a_mixture_add_up(checkpoint, product, family, groups):
         return Mixture(weights, prefix, about.feed_forward, parts, about.activation)
 
     torch.manual_seed(1)
-    x = torch.randn(9, found.architecture.hidden)
-    ranks = [RankCheckpoint(found, TensorParallel(rank, 4, groups)) for rank in range(4)]
-    whole, outputs = mixture(found)(x, ()), [mixture(rank)(x, ()) for rank in ranks]
+    x = torch.randn(9, source.architecture.hidden)
+    ranks = [RankCheckpoint(source, TensorParallel(rank, 4, groups)) for rank in range(4)]
+    whole, outputs = mixture(source)(x, ()), [mixture(rank)(x, ()) for rank in ranks]
     torch.testing.assert_close(sum(outputs), whole, atol=1e-5, rtol=1e-5)
 
 
@@ -122,8 +122,8 @@ def test_every_expert_is_somewhere_and_read_there_alone(checkpoint, family, way,
     assert {len(mine) for mine in owners.values()} == {first.size // first.experts}
     for name, mine in owners.items():
         axis = 1 if "down_proj" in name else 0
-        found = np.concatenate([rank.tensor(name) for rank in mine], axis)
-        np.testing.assert_array_equal(found, whole.tensor(name))
+        rows = np.concatenate([rank.tensor(name) for rank in mine], axis)
+        np.testing.assert_array_equal(rows, whole.tensor(name))
     seen = bytes_read(monkeypatch)
     bytes_of = {name: whole.packed(name).rows.nbytes for name in names}
     seen.clear()

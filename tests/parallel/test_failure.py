@@ -248,12 +248,12 @@ def test_ranks_of_which_one_is_at_work_are_not_silent(tmp_path):
         ranks = [Waits(file.fileno(), TensorParallel(rank, 3)) for rank in range(3)]
 
     def looks(count, who=range(3)):
-        found = []
+        counts = []
         for _ in range(count):
-            found.append(ranks[0].silent())
+            counts.append(ranks[0].silent())
             for rank in who:
                 ranks[rank].look()
-        return found
+        return counts
 
     ranks[0].enter()
     ranks[1].enter()
@@ -390,9 +390,9 @@ channel.send(RankMessage("failed", {"error": "ModelError", "message": "no such f
 )
 def test_ranks_that_differ_are_refused(folder, monkeypatch, what):
     monkeypatch.setattr(processes, "END_SECONDS", 0.1)  # It sleeps, whatever it is told.
-    script = f"""found = dict(channel.receive().facts)
+    script = f"""facts = dict(channel.receive().facts)
 from forerun.executors.torch.parallel.start import RankStart
-said = RankStart.of(found).identity() | {{{what!r}: "another"}}
+said = RankStart.of(facts).identity() | {{{what!r}: "another"}}
 channel.send(RankMessage("here", said))
 time.sleep(1000)
 """

@@ -28,16 +28,16 @@ def parts_of(whole, size):
 
 def joined(whole, parts, name):
     """The whole tensor of its parts."""
-    cut, found = cut_of(name), [part.tensor(name) for part in parts]
+    cut, tensors = cut_of(name), [part.tensor(name) for part in parts]
     if cut is Cut.WHOLE:
-        return found[-1]
+        return tensors[-1]
     if cut is Cut.ONCE:
-        return np.sum(found, 0)
+        return np.sum(tensors, 0)
     if cut in (Cut.PARTS, Cut.COLUMN_PARTS):
         return placed(whole, parts, name)
     if cut is Cut.KV_HEADS and len(parts) > whole.architecture.kv_heads:
-        found = found[:: len(parts) // whole.architecture.kv_heads]
-    return np.concatenate(found, AXIS[cut])
+        tensors = tensors[:: len(parts) // whole.architecture.kv_heads]
+    return np.concatenate(tensors, AXIS[cut])
 
 
 def placed(whole, parts, name):
@@ -117,9 +117,9 @@ def bytes_read(patch):
 
     class Watched(np.ndarray):
         def __getitem__(self, index):
-            found = super().__getitem__(index)
-            seen.append(found.nbytes)
-            return found
+            value = super().__getitem__(index)
+            seen.append(value.nbytes)
+            return value
 
     patch.setattr(TensorFile, "rows", lambda file, name: rows_of(file, name).view(Watched))
     return seen

@@ -54,7 +54,7 @@ def texts(executor, sampling, drafts=None):
     """Of three sequences in 8 steps, one of them in two chunks: tokens, and what is reported of
     them: ids, and log-probabilities.
     """
-    random, found, logprobs = np.random.default_rng(3), [], []
+    random, emitted, logprobs = np.random.default_rng(3), [], []
     with Driver(executor) as driver:
         for slot, length in enumerate((5, 40, 23)):
             prompt = random.integers(0, VOCAB, length)
@@ -70,19 +70,19 @@ def texts(executor, sampling, drafts=None):
             reports = step.outcome.logprobs, step.outcome.prompt_logprobs
             entries = [entry for part in reports for row in part for entry in row]
             ids = [(entry.token, [token for token, _ in entry.top]) for entry in entries]
-            found.append([*(step.emitted(slot) for slot in range(3)), ids])
+            emitted.append([*(step.emitted(slot) for slot in range(3)), ids])
             logprobs += [entry.logprob for entry in entries]
             logprobs += [value for entry in entries for _, value in entry.top]
-    return found, logprobs
+    return emitted, logprobs
 
 
 def same(shared, alone, sampling, drafts=None):
     """Whether the ranks say what one process says."""
-    (found, logprobs), (expected, of_one) = (
+    (actual, logprobs), (expected, of_one) = (
         texts(executor, sampling, drafts) for executor in (shared, alone)
     )
     np.testing.assert_allclose(logprobs, of_one, atol=1e-4)
-    return found == expected
+    return actual == expected
 
 
 @pytest.mark.parametrize("asked", spread(SHAPED, 8), ids=lambda asked: " ".join(asked) or "plain")
@@ -111,8 +111,8 @@ def test_trees_are_verified_the_same(alone, shared, asked):
 
 def test_ranks_copy_a_page_after_what_was_accepted_in_it(shared):
     prompt = np.random.default_rng(5).integers(0, VOCAB, 30)
-    found, expected = emitted_within_a_page(shared, prompt, Sampling(temperature=0.8, seed=2))
-    assert found == expected
+    actual, expected = emitted_within_a_page(shared, prompt, Sampling(temperature=0.8, seed=2))
+    assert actual == expected
 
 
 def test_what_is_refused_leaves_all_ranks_in_step(alone, shared):

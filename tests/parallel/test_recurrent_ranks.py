@@ -48,8 +48,8 @@ def walked(executor, truth=None):
             most = max(len(sequence.tokens) for sequence in driver.sequences.values())
             if most > (24 if truth else 34):
                 break
-        found = [driver.sequences[slot].tokens for slot in (0, 1)]
-    return found, executor.reusable_prefix_len(np.array(found[0], np.int32))
+        texts = [driver.sequences[slot].tokens for slot in (0, 1)]
+    return texts, executor.reusable_prefix_len(np.array(texts[0], np.int32))
 
 
 def test_states_follow_accepted_branches_on_every_rank(folder):
@@ -58,11 +58,11 @@ def test_states_follow_accepted_branches_on_every_rank(folder):
     truth, _ = walked(TorchExecutor(checkpoint, room))
     shared = ParallelExecutor(checkpoint, room, TorchOptions(), TensorParallel(0, 2), threads=1)
     try:
-        found, kept = walked(shared, truth)
+        texts, kept = walked(shared, truth)
     finally:
         shared.shutdown()
-    assert found == walked(TorchExecutor(checkpoint, room), truth)[0]
-    assert all(mine == text[: len(mine)] for mine, text in zip(found, truth, strict=True))
+    assert texts == walked(TorchExecutor(checkpoint, room), truth)[0]
+    assert all(mine == text[: len(mine)] for mine, text in zip(texts, truth, strict=True))
     assert kept > 12, "of the answer a state is kept"
 
 
@@ -84,8 +84,8 @@ def test_rounds_move_states_on_every_rank(folder, monkeypatch, algorithm, page, 
         behind.clear()
         changes = {"speculative_algorithm": algorithm, "overlap": overlap}
         for _ in range(2):
-            found, stats = texts(target, changes, ROUNDS, expected)
-            assert found == expected
+            actual, stats = texts(target, changes, ROUNDS, expected)
+            assert actual == expected
         assert told["round"] >= (10 if algorithm == "OFF" else 5) and any(behind)
         assert stats.accepted > 10 or algorithm == "OFF"
         target.executor.states.book.check()

@@ -18,8 +18,8 @@ def server(tmp_path):
     folder = tiny.save_folder(tiny.model("llama"), tmp_path / "made")
     line = [PYTHON, "-m", "forerun", "serve", str(folder), "--executor", "torch", "--device", "cpu"]
     line += ["--tp-size", "2", "--threads", "1", "--context", "256", "--kv-tokens", "2048"]
-    with started([*line, "--policy", "fixed"], tmp_path / "server.log") as found:
-        yield found
+    with started([*line, "--policy", "fixed"], tmp_path / "server.log") as running:
+        yield running
 
 
 def stream(server, begun, events):

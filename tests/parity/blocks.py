@@ -314,7 +314,7 @@ def dense_pairs(draft, hf, text, path, hidden_states):
     """
     head, w = draft.head, in_file(draft)
     logits, read = dense_logits(draft, hf, text, hidden_states)
-    found, sure, state = [], [], torch.zeros(head.rank)
+    pairs, sure, state = [], [], torch.zeros(head.rank)
     for level, token in enumerate([text[-1], *path]):
         h, bias = read[level], 0.0
         if head.pair == "selector":
@@ -324,7 +324,7 @@ def dense_pairs(draft, hf, text, path, hidden_states):
             path_row = before[token] * (w["candidate_selector.hidden_projection.weight"] @ h)
             kept = torch.full_like(logits[level], -torch.inf)
             kept[logits[level].topk(head.top_k).indices] = 0.0
-            found.append((logits[level] + after @ path_row + kept).log_softmax(-1))
+            pairs.append((logits[level] + after @ path_row + kept).log_softmax(-1))
             continue
         if head.pair:
             v = above = w["markov_head.markov_w1.weight"][token]
@@ -336,11 +336,11 @@ def dense_pairs(draft, hf, text, path, hidden_states):
             v = torch.tanh(o)
         if head.pair:
             bias = w["markov_head.markov_w2.weight"] @ v
-        found.append((logits[level] + bias).log_softmax(-1))
+        pairs.append((logits[level] + bias).log_softmax(-1))
         if head.confidence:
             inputs = (h, above) if head.confidence > head.hidden else (h,)
             sure.append(torch.sigmoid(_linear(w, "confidence_head.proj", *inputs)).item())
-    return torch.stack(found), sure
+    return torch.stack(pairs), sure
 
 
 def _linear(w, name, *inputs):

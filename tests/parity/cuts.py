@@ -52,24 +52,24 @@ def shaping_of(asked, nodes, vocab, device="cpu", edits=True):
 
 def mixed(vocab):
     """What 23 rows ask for."""
-    found = [(0.0, 0.5, 3, 0.3), (0.7, 0.0, vocab, 1.0), (1.0, 0.1, vocab, 1.0)]
+    result = [(0.0, 0.5, 3, 0.3), (0.7, 0.0, vocab, 1.0), (1.0, 0.1, vocab, 1.0)]
     for top_k in (1, 5, 50, vocab):
-        found += [(0.7, 0.0, min(top_k, vocab), top_p) for top_p in (0.1, 0.9, 0.999, 1.0)]
-    found += [(0.7, 0.0, vocab, 0.0), (0.7, 1.0, min(5, vocab), 1e-30)]
-    return [*found, (1.3, 0.02, min(50, vocab), 0.9), (1.0, 0.02, vocab, 0.95)]
+        result += [(0.7, 0.0, min(top_k, vocab), top_p) for top_p in (0.1, 0.9, 0.999, 1.0)]
+    result += [(0.7, 0.0, vocab, 0.0), (0.7, 1.0, min(5, vocab), 1e-30)]
+    return [*result, (1.3, 0.02, min(50, vocab), 0.9), (1.0, 0.02, vocab, 0.95)]
 
 
-def lost(logits, asked, shaping, found):
+def lost(logits, asked, shaping, kept):
     """float64[R,N]: the mass, among what the twin keeps, of tokens that were cut otherwise. None
     may be where top_p does not cut.
     """
     expected = shaped(logits, shaping, None)
-    differ = found != expected
+    differ = kept != expected
     exact = torch.tensor([row[0] == 0 or row[3] == 1.0 for row in asked], device=logits.device)
     assert not differ[exact].any()
     # What both keep is the same.
-    assert (torch.isinf(found) | torch.isinf(expected))[differ].all()
+    assert (torch.isinf(kept) | torch.isinf(expected))[differ].all()
     heats = shaping.temperatures.clamp_min(0.1)[:, None, None]
     total = (expected / heats).double().logsumexp(-1)
-    mass = (torch.maximum(found, expected) / heats - total[..., None]).double().exp()
+    mass = (torch.maximum(kept, expected) / heats - total[..., None]).double().exp()
     return torch.where(differ, mass, 0.0).sum(-1)

@@ -199,8 +199,8 @@ def by_id(children):
 def within(error):
     """Log-probabilities that differ by so much of what they are."""
 
-    def close(found, wanted):
-        assert np.linalg.norm(found - wanted) < error * np.linalg.norm(wanted)
+    def close(actual, wanted):
+        assert np.linalg.norm(actual - wanted) < error * np.linalg.norm(wanted)
 
     return close
 
@@ -213,7 +213,7 @@ def compare(twin, executor, close, model):
     random = np.random.default_rng(1)
     texts = {2: random.integers(0, tiny.VOCAB, 150), 0: random.integers(0, tiny.VOCAB, 21)}
     with Driver(executor) as driver:
-        found = {slot: [] for slot in texts}
+        actual = {slot: [] for slot in texts}
         for slot, text in texts.items():
             driver.open(slot, text[:-1])
         for chunks in ({2: 100, 0: 5}, {2: 49, 0: 15}):  # Together all tokens but the last.
@@ -227,7 +227,7 @@ def compare(twin, executor, close, model):
             tokens = np.concatenate(ran), np.concatenate(after)
             logits = by_id(device.extend(extension(*tokens, ends, rows), outcome.features))
             for index, slot in enumerate(texts):
-                found[slot].append(logits[ends[index] : ends[index + 1]])
+                actual[slot].append(logits[ends[index] : ends[index + 1]])
         # A tree per row: a, b below the root; c below a, d and e below b; f below d.
         a, b, c, d, e, f = [5, 7, 9, 11, 13, 15]
         rows = [(s, len(t) - 1, driver.sequences[s].pages) for s, t in texts.items()]
@@ -240,7 +240,7 @@ def compare(twin, executor, close, model):
         levels.append(by_id(device.expand(third)))
     for index, (slot, text) in enumerate(texts.items()):
         expected = twin.log_probs(text, 1)[0, : len(text) - 1]
-        close(np.concatenate(found[slot]), expected.numpy())
+        close(np.concatenate(actual[slot]), expected.numpy())
         for which, node, path in [
             (0, 2 * index, [a]), (0, 2 * index + 1, [b]), (1, 3 * index, [a, c]),
             (1, 3 * index + 1, [b, d]), (1, 3 * index + 2, [b, e]), (2, index, [b, d, f]),
@@ -324,8 +324,8 @@ def _unrolled(twin, features, texts, steps):
     length, keys, values = texts.shape[1], [], []
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
 
-    def attend(_layer, found):
-        qkv = found.turned()
+    def attend(_layer, result):
+        qkv = result.turned()
         heads, size = qkv[0].shape[2:]
         q, k, v = (x.repeat_interleave(heads // x.shape[2], 2).transpose(1, 2) for x in qkv)
         keys.append(k)

@@ -132,8 +132,8 @@ def _quickened(interpreter, core) -> None:
         if reduce.combine_fn is not interpreter.tl.standard._xor_combine:
             return apply(reduce, given)
         numbers = given[0].handle.data
-        found = np.bitwise_xor.reduce(numbers, axis=reduce.axis, keepdims=reduce.keep_dims)
-        return reduce.to_tensor(found, given[0].dtype)
+        result = np.bitwise_xor.reduce(numbers, axis=reduce.axis, keepdims=reduce.keep_dims)
+        return reduce.to_tensor(result, given[0].dtype)
 
     interpreter._patch_lang = patched_once
     interpreter._get_np_dtype = np_dtype_of

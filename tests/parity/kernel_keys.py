@@ -55,11 +55,11 @@ class Target:
         return GPUTarget("cuda", 90, 32)
 
 
-def recorded(found):
+def recorded(keys):
     """In place of compiling: what is asked for, by kernel and key."""
 
     def compile_(self, key, *rest):
-        found.append((self.fn.__name__, key))
+        keys.append((self.fn.__name__, key))
         self.device_caches[0][0][key] = made = object()
         return made
 
@@ -107,14 +107,14 @@ def main():
     parser.add_argument("--steps", type=int, default=10_000)
     arguments = parser.parse_args()
     driver.set_active(Target())
-    found, told = [], {}
-    JITFunction._do_compile = recorded(found)
+    keys, told = [], {}
+    JITFunction._do_compile = recorded(keys)
     JITFunction.run = compile_ahead._compiling(JITFunction.run)
     with compile_ahead._Zeros():
         made = opened()
         made.warm_up(DRAFT, lambda what, *news: told.__setitem__(what, news))
         runner = made.rounds.runner
-        ready, declared, tape = set(runner.programs.captured), len(found), runner._records
+        ready, declared, tape = set(runner.programs.captured), len(keys), runner._records
         captures, sizes = tape.captures, load(made, arguments.steps)
         for size, nodes in sizes:
             with torch.inference_mode():
@@ -127,8 +127,8 @@ def main():
         {
             "ready": len(ready),
             "asked": len({size for size, _ in sizes}),
-            "declared": Counter(name for name, _ in found[:declared]),
-            "late": found[declared:],
+            "declared": Counter(name for name, _ in keys[:declared]),
+            "late": keys[declared:],
             "captures": tape.captures - captures,
             "rounds": rounds,
             "eager": arguments.steps - rounds,

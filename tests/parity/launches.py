@@ -140,9 +140,9 @@ FEW_BYTES = {"index_select", "index_copy_", "embedding", "gather", "index"}
 class Launches(TorchDispatchMode):
     """Of what runs inside:
 
-    found    launches by name
-    traffic  bytes read and written
-    floor    bytes of weights, keys and values alone
+    launches  by name
+    traffic   bytes read and written
+    floor     bytes of weights, keys and values alone
     """
 
     def __init__(self):
@@ -150,7 +150,7 @@ class Launches(TorchDispatchMode):
         self.clear()
 
     def clear(self):
-        self.found, self.traffic, self.floor = Counter(), 0, 0
+        self.launches, self.traffic, self.floor = Counter(), 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -158,7 +158,7 @@ class Launches(TorchDispatchMode):
         assert name in MULTIPLICITY, f"how many kernels {func} launches is not listed"
         count = MULTIPLICITY[name](args, out)
         if count:
-            self.found[name] += count
+            self.launches[name] += count
             given, made = (sum(map(bytes_of, tensors(each))) for each in (args, out))
             if name in FEW_BYTES:
                 given = made = bytes_of(args[3] if name == "index_copy_" else out)
@@ -169,7 +169,7 @@ class Launches(TorchDispatchMode):
 
     def launched(self, name, args, behind):
         """One of our kernels; behind: positions of keys and values that the rows have, in all."""
-        self.found[name] += 1
+        self.launches[name] += 1
         # What stands for a tensor that a kernel does not read is one of the others.
         distinct = {id(each): each for each in tensors(args)}
         given = [args[place] for place in CACHES.get(name, ())]
@@ -528,17 +528,17 @@ def budget(size: Size, **setting) -> Budget:
     fewer = replace(LLAMA, layer_specs=LLAMA.layer_specs[:-1])
 
     def launches(setting, size):
-        found = count(setting, size).found
-        return found.total() - found["index_copy_"], found["index_copy_"]
+        counted = count(setting, size).launches
+        return counted.total() - counted["index_copy_"], counted["index_copy_"]
 
-    found, moves = launches(whole, size)
-    layer = found - launches(replace(whole, arch=fewer), size)[0]
+    total, moves = launches(whole, size)
+    layer = total - launches(replace(whole, arch=fewer), size)[0]
     first = level = 0
     if size.levels:
-        level = launches(whole, size._replace(levels=size.levels + 1))[0] - found
-        first = found - launches(whole, size._replace(levels=0))[0] - (size.levels - 1) * level
-    outside = found - layer * LLAMA.layers - first - max(size.levels - 1, 0) * level
-    carried = launches(replace(whole, carries=True), size)[0] - found
+        level = launches(whole, size._replace(levels=size.levels + 1))[0] - total
+        first = total - launches(whole, size._replace(levels=0))[0] - (size.levels - 1) * level
+    outside = total - layer * LLAMA.layers - first - max(size.levels - 1, 0) * level
+    carried = launches(replace(whole, carries=True), size)[0] - total
     return Budget(layer, outside, first, level, moves, carried)
 
 

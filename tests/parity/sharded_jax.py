@@ -47,7 +47,7 @@ def text(executor):
 
 def main(folder: Path, compiled: str) -> None:
     assert jax.device_count() == 8
-    found = {"tokens": [], "collectives": [], "refused": []}
+    report = {"tokens": [], "collectives": [], "refused": []}
     for name, shards, page, stacked in CASES:
         checkpoint = FolderCheckpoint(folder / name)
         small = limits(tiny.VOCAB, context=128, page_size=page, pages=192 // page + 1, slots=2)
@@ -55,16 +55,16 @@ def main(folder: Path, compiled: str) -> None:
             small = replace(small, window=25, window_pages=24)
         options = JaxOptions(draft_nodes=3, shards=shards, stacked=stacked, cache_dir=compiled)
         made = jax_executor(small)(checkpoint, small, options)
-        found["tokens"].append(text(made))
+        report["tokens"].append(text(made))
         kinds = COLLECTIVE.findall(made.programs.text(Key("round", Bucket(2, 4))))
         counts = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
-        found["collectives"].append(counts)
+        report["collectives"].append(counts)
     for shards in (3, 16):
         try:
             JaxExecutor(checkpoint, small, JaxOptions(shards=shards))
         except ConfigError as error:
-            found["refused"].append(str(error))
-    print(json.dumps(found, default=np.ndarray.tolist))
+            report["refused"].append(str(error))
+    print(json.dumps(report, default=np.ndarray.tolist))
 
 
 if __name__ == "__main__":

@@ -59,13 +59,13 @@ def tensors(values):
         values = values.values()
     elif not isinstance(values, (list, tuple)):
         return []
-    found = []
+    result = []
     for value in values:
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            result.append(value)
         elif isinstance(value, (list, tuple, dict)):
-            found += tensors(value)
-    return found
+            result += tensors(value)
+    return result
 
 
 class Rules(NamedTuple):
@@ -83,10 +83,10 @@ class Rules(NamedTuple):
 
     def written(self, args, kwargs):
         """The tensors that the operation writes in place."""
-        found = []
+        result = []
         for place, name in self.writes:
-            found += tensors(args[place] if place < len(args) else kwargs.get(name))
-        return found
+            result += tensors(args[place] if place < len(args) else kwargs.get(name))
+        return result
 
 
 @cache

@@ -110,8 +110,8 @@ def test_quantised_weights_and_their_adapters_read_the_same_numbers(world):
         with torch.inference_mode():
             ids = torch.from_numpy(one.prompt.astype(np.int64))[None]
             states = models[one.adapter + 1].model(ids).last_hidden_state[0].mean(0).numpy()
-        found = vector(alone, one.id)
-        assert np.dot(found, states) / np.linalg.norm(found) / np.linalg.norm(states) > 0.995
+        mean = vector(alone, one.id)
+        assert np.dot(mean, states) / np.linalg.norm(mean) / np.linalg.norm(states) > 0.995
     executor.shutdown()
 
 

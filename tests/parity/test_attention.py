@@ -92,7 +92,7 @@ class Pages:
     def expected_by(self, spec, sinks=None):
         """Every node on its own: the keys along its path, by position, and a plain softmax."""
         place = positions(self.trees, self.plan.kv_len)
-        found = np.empty((*self.queries.shape[:2], self.values.shape[2]), np.float32)
+        result = np.empty((*self.queries.shape[:2], self.values.shape[2]), np.float32)
         for row, prefix in enumerate(self.prefixes):
             for node in self.trees.nodes(row):
                 path = [node]
@@ -103,17 +103,17 @@ class Pages:
                     for cached, own in zip(prefix, (self.keys, self.values), strict=True)
                 )
                 assert len(keys) == min(place[node] + 1, spec.window or 1 << 30)
-                found[node] = softmax_attention(self.queries[node], keys, values, spec, sinks)
-        return found
+                result[node] = softmax_attention(self.queries[node], keys, values, spec, sinks)
+        return result
 
     def expected(self):
-        found = []
+        result = []
         for row in range(self.plan.rows):
             part = slice(self.trees.start[row], self.trees.start[row + 1])
             mask = verify.ancestor_mask(self.trees, row)
             tree = self.keys[part], self.values[part]
-            found.append(verify.attend(self.queries[part], self.prefixes[row], tree, mask))
-        return np.concatenate(found)
+            result.append(verify.attend(self.queries[part], self.prefixes[row], tree, mask))
+        return np.concatenate(result)
 
 
 def softmax_attention(query, keys, values, spec, sinks=None):
@@ -182,8 +182,8 @@ def equals_the_reference(programs, rows, heads, page_size, parts, spec, seed):
     pages = Pages([kv_len for kv_len, _, _ in rows], trees, *heads, page_size, seed)
     expected = pages.expected() if spec is None else pages.expected_by(spec)
     for program in programs:
-        found = PROGRAMS[program](pages, parts, spec)
-        np.testing.assert_allclose(found, expected, atol=5e-6 if spec else 3e-6)
+        actual = PROGRAMS[program](pages, parts, spec)
+        np.testing.assert_allclose(actual, expected, atol=5e-6 if spec else 3e-6)
 
 
 @settings(max_examples=50)
@@ -241,12 +241,12 @@ def test_a_poisoned_guess_spoils_who_sees_it_and_nobody_else(program, field, poi
         # The first draft token's first child: node 3 is its parent.
         getattr(pages, field)[5, 0, 3] = poison
         pages.write()
-        found = PROGRAMS[program](pages, parts, None)
+        output = PROGRAMS[program](pages, parts, None)
         spoilt, others = [5, 6], [0, 1, 2, 3, 4, 7]
-        np.testing.assert_array_equal(found[others], healthy[others])
+        np.testing.assert_array_equal(output[others], healthy[others])
         # Heads 0 and 1 read key/value head 0.
-        assert np.isnan(found[spoilt][:, :2]).all()
-        np.testing.assert_array_equal(found[spoilt][:, 2:], healthy[spoilt][:, 2:])
+        assert np.isnan(output[spoilt][:, :2]).all()
+        np.testing.assert_array_equal(output[spoilt][:, 2:], healthy[spoilt][:, 2:])
 
 
 # --- eager ---------------------------------------------------------------------------------------
@@ -320,10 +320,10 @@ def test_pages_behind_every_window_may_be_any_others(parts):
     there, spec = geometry(pages, parts), AttentionSpec(0.25, 40)
     table = there.table.clone()
     table[0, : (150 - 40) // 16] = table[0, 8]
-    found = attention.attend(*inputs, replace(there, table=table), spec)
-    assert torch.equal(found, attention.attend(*inputs, there, spec))
+    actual = attention.attend(*inputs, replace(there, table=table), spec)
+    assert torch.equal(actual, attention.attend(*inputs, there, spec))
     table[0, (150 - 40) // 16 + 1] = table[0, 8]
-    assert not torch.equal(found, attention.attend(*inputs, replace(there, table=table), spec))
+    assert not torch.equal(actual, attention.attend(*inputs, replace(there, table=table), spec))
 
 
 def test_a_window_without_positions_is_refused():
@@ -345,9 +345,9 @@ def test_a_block_sees_all_of_itself_over_its_tiles(parts):
     assert there.tile < 12
     both_ways = torch.tensor([[0], [1]], dtype=torch.int32).expand(2, 24).contiguous()
     whole = replace(there, tree_intervals=both_ways, both_ways=True)
-    found = attention.attend(*inputs, whole)
-    np.testing.assert_allclose(found, attend_dense(*inputs, whole), atol=3e-6)
-    assert not np.allclose(found, attend_dense(*inputs, there))
+    actual = attention.attend(*inputs, whole)
+    np.testing.assert_allclose(actual, attend_dense(*inputs, whole), atol=3e-6)
+    assert not np.allclose(actual, attend_dense(*inputs, there))
 
 
 @pytest.mark.parametrize(
@@ -358,12 +358,12 @@ def test_nothing_before_the_first_entry_is_seen_but_oneself(spec):
     pages = Pages([70, 1, 0], trees, 4, 2, 16, 0)
     inputs = torch.from_numpy(pages.queries), *pages.cache.layers[0]
     later = replace(geometry(pages), begin=2)
-    found = attention.attend(*inputs, later, spec)
-    np.testing.assert_allclose(found, attend_dense(*inputs, later, spec), atol=3e-6)
+    actual = attention.attend(*inputs, later, spec)
+    np.testing.assert_allclose(actual, attend_dense(*inputs, later, spec), atol=3e-6)
     values = torch.from_numpy(pages.values)
     # Of the last row, whose nodes stand at 0, 1 and behind, the first two see only themselves.
     own = values[-5:-3].repeat_interleave(2, 1)
-    np.testing.assert_allclose(found[-5:-3], own, atol=3e-6)
+    np.testing.assert_allclose(actual[-5:-3], own, atol=3e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -373,9 +373,9 @@ def test_narrow_inputs(dtype):
     keys, values = (staging.to(dtype) for staging in pages.cache.layers[0])
     queries = torch.from_numpy(pages.queries).to(dtype)
     for parts in (1, 4):
-        found = attention.attend(queries, keys, values, geometry(pages, parts))
-        assert found.dtype == dtype
-        error = found.float().numpy() - pages.expected()
+        actual = attention.attend(queries, keys, values, geometry(pages, parts))
+        assert actual.dtype == dtype
+        error = actual.float().numpy() - pages.expected()
         assert 0 < np.linalg.norm(error) < 8e-3 * np.linalg.norm(pages.expected())
 
 
@@ -389,14 +389,14 @@ def test_float8_pages(dtype, parts):
     keys, values = pages.cache.layers[0]
     assert keys.numbers.dtype == FLOAT8
     queries = torch.from_numpy(pages.queries).to(dtype)
-    found = attention.attend(queries, keys, values, geometry(pages, parts)).float().numpy()
+    actual = attention.attend(queries, keys, values, geometry(pages, parts)).float().numpy()
     expected = attend_dense(queries, keys, values, geometry(pages)).float().numpy()
     within = 3e-6 if dtype == torch.float32 else 2e-2
-    np.testing.assert_allclose(found, expected, atol=within)
+    np.testing.assert_allclose(actual, expected, atol=within)
     np.testing.assert_allclose(
         pages.ours(), attend_dense(queries.float(), keys, values, geometry(pages)), atol=within
     )
-    error = found - pages.expected()
+    error = actual - pages.expected()
     assert 1e-3 < np.linalg.norm(error) / np.linalg.norm(pages.expected()) < 0.06
 
 
@@ -443,8 +443,8 @@ def test_rows_of_any_lengths_in_one_launch(numbers):
     for programs in (tiles + 1, tiles + 9):
         split = split_of(lengths, programs)
         assert programs == tiles + 1 or (split[:, 2] > 1).any()
-        found = attention.attend(*inputs, replace(whole, split=torch.from_numpy(split)))
-        np.testing.assert_allclose(found.numpy(), expected, atol=3e-6)
+        actual = attention.attend(*inputs, replace(whole, split=torch.from_numpy(split)))
+        np.testing.assert_allclose(actual.numpy(), expected, atol=3e-6)
 
 
 def test_parts_fill_the_device_and_are_few():
@@ -483,12 +483,12 @@ def test_values_that_are_the_keys_first_numbers(heads, rank, rope, parts):
     made = geometry(pages, parts)
     expected = pages.expected_by(spec)
     assert expected.shape == (len(trees.tokens), heads, rank)
-    for found in (
+    for actual in (
         attend_dense(queries, *held, made, spec),
         attention.attend(queries, *held, made, spec),
         pages.ours(spec),
     ):
-        np.testing.assert_allclose(found, expected, atol=5e-6)
+        np.testing.assert_allclose(actual, expected, atol=5e-6)
 
 
 def test_what_is_not_finite_in_a_latent_stays_with_who_sees_it():
@@ -500,6 +500,6 @@ def test_what_is_not_finite_in_a_latent_stays_with_who_sees_it():
     pages.write()
     made, held = geometry(pages), pages.cache.layers[0]
     spec, queries = AttentionSpec(0.3), torch.from_numpy(pages.queries)
-    for found in (attend_dense(queries, *held, made, spec), torch.from_numpy(pages.ours(spec))):
-        assert found[:2].isfinite().all() and not found[2].isfinite().any()
+    for output in (attend_dense(queries, *held, made, spec), torch.from_numpy(pages.ours(spec))):
+        assert output[:2].isfinite().all() and not output[2].isfinite().any()
     assert attention.attend(queries, *held, made, spec)[:2].isfinite().all()

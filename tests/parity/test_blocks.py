@@ -135,10 +135,10 @@ def bias_of(draft, above, ids):
     return w2[ids] @ w1[above]
 
 
-def spread(found, vocab):
+def spread(proposals, vocab):
     """float32[R,depth,Vd] by draft id."""
-    dense = np.empty((*found.ids.shape[:2], vocab), np.float32)
-    np.put_along_axis(dense, found.ids.astype(np.int64), found.log_probs, -1)
+    dense = np.empty((*proposals.ids.shape[:2], vocab), np.float32)
+    np.put_along_axis(dense, proposals.ids.astype(np.int64), proposals.log_probs, -1)
     return dense
 
 
@@ -159,9 +159,9 @@ def test_blocks_are_those_without_a_cache(hf, target, texts, tmp_path, variant, 
     extended(model, draft, texts, pages)
     wanted = [dense_block(draft, hf, *each).numpy() for each in texts]
     for depth in {1, draft.head.depth}:
-        found = spread(proposed(model, texts, pages, depth), draft.head.vocab)
+        actual = spread(proposed(model, texts, pages, depth), draft.head.vocab)
         for row, dense in enumerate(wanted):
-            assert np.abs(found[row] - dense[:depth]).max() < 1e-4
+            assert np.abs(actual[row] - dense[:depth]).max() < 1e-4
 
 
 PAGES = np.array([[5, 2], [7, 0]], np.int32)
@@ -180,12 +180,12 @@ def test_branches_are_those_of_whole_products(hf, target, texts, tmp_path, varia
         for path in ((5, 7, 8), (5, 9, 8)):
             wanted, sure = dense_pairs(draft, hf, text, path, states)
             for level in range(len(path) + 1):
-                found = pairs.below(row, path[:level])
+                actual = pairs.below(row, path[:level])
                 dense = np.full(vocab, -np.inf, np.float32)
-                dense[found.ids] = found.log_probs
+                dense[actual.ids] = actual.log_probs
                 assert np.allclose(dense, wanted[level].numpy(), rtol=0, atol=1e-4)
-                assert (np.diff(found.log_probs) <= 0).all()
-                said = [] if found.confidence is None else [found.confidence]
+                assert (np.diff(actual.log_probs) <= 0).all()
+                said = [] if actual.confidence is None else [actual.confidence]
                 assert said == pytest.approx(sure[level : level + 1], abs=1e-5)
 
 
@@ -195,12 +195,12 @@ def test_fewer_candidates_keep_their_share(hf, target, texts, tmp_path):
     draft = random_block(checkpoint.architecture, tmp_path, **PAIRED["DSpark"])
     model = make(draft)
     extended(model, draft, texts, PAGES)
-    found = proposed(model, texts, PAGES, 2, candidates=1)
-    assert found.ids.shape == (2, 2, 64)
-    after = found.pairs.below(0, ())
+    proposals = proposed(model, texts, PAGES, 2, candidates=1)
+    assert proposals.ids.shape == (2, 2, 64)
+    after = proposals.pairs.below(0, ())
     whole = dense_pairs(draft, hf, texts[0][0], (), texts[0][1])[0][0].numpy()[after.ids]
     assert np.ptp(after.log_probs - whole) < 1e-4
-    before = np.exp(found.log_probs[0, 0]).sum()
+    before = np.exp(proposals.log_probs[0, 0]).sum()
     unraised = np.exp(after.log_probs - bias_of(draft, texts[0][0][-1], after.ids)).sum()
     outside = 1 - np.exp(after.log_probs).sum()
     assert (1 - before) / before == pytest.approx(outside / unraised, 1e-3)

@@ -22,10 +22,10 @@ class Work:
         self.keeps, self.kept = keeps, {}
 
     def __call__(self, size):
-        found = self.x + size
+        result = self.x + size
         if self.keeps:
-            self.kept[size] = found
-        self.out.copy_(self.x @ self.x if not self.keeps else found)
+            self.kept[size] = result
+        self.out.copy_(self.x @ self.x if not self.keeps else result)
 
 
 def captured(programs, *sizes):

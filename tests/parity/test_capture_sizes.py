@@ -74,11 +74,11 @@ def test_every_step_runs_as_a_declared_size(draft, slots):
     assert len(most) == slots
     for _ in range(1_000):
         asked = asked_of(random, draft, slots, most)
-        found = covered[asked] = covered.get(asked) or covering(asked, sizes)
-        assert found is not None, asked
-        assert found.rows >= asked.rows and found.nodes >= asked.nodes
-        assert found.levels >= asked.levels
-        assert found[4:] >= asked[4:]
+        captured_size = covered[asked] = covered.get(asked) or covering(asked, sizes)
+        assert captured_size is not None, asked
+        assert captured_size.rows >= asked.rows and captured_size.nodes >= asked.nodes
+        assert captured_size.levels >= asked.levels
+        assert captured_size[4:] >= asked[4:]
 
 
 @pytest.mark.parametrize("draft", [NGRAM, LONG])
@@ -95,12 +95,12 @@ def test_steps_with_no_wishes_are_hardly_padded(draft):
             asked = Size(rows, nodes, levels, int(levels > 0))
             if padded_rows(rows) * nodes > 512:
                 continue
-            found = covering(asked, sizes)
-            assert found.total <= max(8 * 9, MOST_PADDING**2 * asked.total)
-            assert found.levels == levels
+            captured_size = covering(asked, sizes)
+            assert captured_size.total <= max(8 * 9, MOST_PADDING**2 * asked.total)
+            assert captured_size.levels == levels
             if rows > 8:
-                assert found.rows <= MOST_PADDING * rows
-                assert found.nodes <= MOST_PADDING * nodes
+                assert captured_size.rows <= MOST_PADDING * rows
+                assert captured_size.nodes <= MOST_PADDING * nodes
 
 
 def test_tables_rise_by_no_more_than_the_padding():

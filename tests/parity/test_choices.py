@@ -213,9 +213,9 @@ def test_choices_are_the_hosts(program, lines):
     random, kinds = np.random.default_rng(3), set()
     for turn in range(LINES[lines]):
         logits, cases = lines(random, turn)
-        found = np.asarray(program(logits, cases)).tolist()
-        assert found == expected(logits, cases)
-        kinds |= set(found)
+        actual = np.asarray(program(logits, cases)).tolist()
+        assert actual == expected(logits, cases)
+        kinds |= set(actual)
     assert lines is not of_any_size or len(kinds) > 50
 
 
@@ -228,9 +228,9 @@ def test_masked_choices_are_the_hosts(program):
     allowed = random.random(logits.shape) < np.resize([0.01, 0.5, 0.99], (ROWS, 1))
     allowed[7] = False
     logits[8, 69], allowed[8, 69] = np.inf, False
-    found = np.asarray(program(logits, cases, allowed)).tolist()
-    assert found == expected(logits, cases, allowed)
-    assert found[7] == found[8] == NOTHING
+    actual = np.asarray(program(logits, cases, allowed)).tolist()
+    assert actual == expected(logits, cases, allowed)
+    assert actual[7] == actual[8] == NOTHING
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -252,8 +252,8 @@ def test_the_best_of_parts_is_that_of_the_whole(work):
     wanted, noise, logits = expected(logits, cases), noise_of(cases), torch.from_numpy(logits)
     for size in (2, 4):
         spans = [TensorParallel(rank, size).span(4301) for rank in range(size)]
-        found = [work(logits[:, s].contiguous(), noise, s.start) for s in spans]
-        scores, tokens = (torch.stack(each) for each in zip(*found, strict=True))
+        actual = [work(logits[:, s].contiguous(), noise, s.start) for s in spans]
+        scores, tokens = (torch.stack(each) for each in zip(*actual, strict=True))
         assert tokens.gather(0, scores.argmax(0)[None])[0].tolist() == wanted
         assert scores[:, 3].isneginf().any() == (noise.temperatures[3] >= 0)
 
@@ -264,8 +264,8 @@ def test_the_best_of_parts_is_that_of_the_whole(work):
 @pytest.mark.parametrize("vocab", [1, 6, 320, 49152])
 def test_noise_is_the_hosts(vocab):
     made = noise_of([(*each, 1.0) for each in zip(SEEDS, POSITIONS, strict=True)])
-    found = gumbel(made.seeds, made.positions.long(), vocab).numpy()
-    for line, seed, position in zip(found, SEEDS, POSITIONS, strict=True):
+    actual = gumbel(made.seeds, made.positions.long(), vocab).numpy()
+    for line, seed, position in zip(actual, SEEDS, POSITIONS, strict=True):
         wanted = host.gumbel(seed, int(position), vocab)
         # Two libraries' float64 logarithms may differ in the last bit: then float32 may, too.
         assert np.abs(line.view(np.int32) - wanted.view(np.int32)).max() <= 1
@@ -304,9 +304,9 @@ def test_logits_cross_to_the_host_only_when_asked_for(executor, monkeypatch, ext
     "vocab", [6, 49152, *(pytest.param(vocab, marks=pytest.mark.slow) for vocab in (1, 320))]
 )
 def test_words_are_the_hosts(vocab):
-    found = np.asarray(noise.noise_words(halves(SEEDS), POSITIONS, vocab))
+    actual = np.asarray(noise.noise_words(halves(SEEDS), POSITIONS, vocab))
     some = np.array([0, vocab // 2, vocab - 1], np.int32)
-    for line, seed, position in zip(found, SEEDS, POSITIONS, strict=True):
+    for line, seed, position in zip(actual, SEEDS, POSITIONS, strict=True):
         expected = host._words(seed, int(position), np.arange(-(-vocab // 4))).T.reshape(-1)
         assert (line == expected[:vocab]).all()
         seeds, at = np.tile(halves([seed]), 3), np.full(3, position)
@@ -319,14 +319,14 @@ def telling_words():
     random = np.random.default_rng(0).integers(0, 1 << 32, 1 << 16)
     powers = (1 << np.arange(33))[:, None] + np.array([-2, -1, 0, 1])
     words = [near[near >= 0], (1 << 32) + near[near < 0], int(2**32 / np.e) + near, random]
-    found = np.concatenate([*words, powers.ravel()])
-    return found[(found >= 0) & (found < 1 << 32)].astype(np.uint32)
+    result = np.concatenate([*words, powers.ravel()])
+    return result[(result >= 0) & (result < 1 << 32)].astype(np.uint32)
 
 
 def test_exact_noise_is_the_hosts_to_the_bit():
     words = telling_words()
-    found, expected = np.asarray(EXACT(words)), host._gumbel(words)
-    assert (found.view(np.int32) == expected.view(np.int32)).all()
+    actual, expected = np.asarray(EXACT(words)), host._gumbel(words)
+    assert (actual.view(np.int32) == expected.view(np.int32)).all()
 
 
 def test_approximate_noise_is_near_enough():
@@ -351,10 +351,10 @@ def test_near_ties_are_decided_by_the_exact_noise(spoiled, monkeypatch):
 
     monkeypatch.setattr(accept, "approximate", wrong)
     # Another function: `choose` was compiled with the right noise.
-    found = QUICKLY(partial(choose_on_xla))(logits, node_sampling(cases)).tolist()
+    choices = QUICKLY(partial(choose_on_xla))(logits, node_sampling(cases)).tolist()
     expected = [choose(line, Sampling(seed=n), n) for n, line in enumerate(logits)]
-    assert found == expected
-    assert len(set(found)) > 5
+    assert choices == expected
+    assert len(set(choices)) > 5
 
 
 @given(draft=drafts(), data=st.data())
@@ -371,8 +371,8 @@ def test_the_walk_is_the_hosts(draft, data):
     if path.tokens:
         expected[[0, *path.nodes]] = True
     for decided in (True, False):
-        found = np.asarray(walked(trees, chosen, room, decided))
-        assert (found == (expected & decided)).all()
+        actual = np.asarray(walked(trees, chosen, room, decided))
+        assert (actual == (expected & decided)).all()
 
 
 WALK = QUICKLY(walk)

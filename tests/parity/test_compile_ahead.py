@@ -32,12 +32,12 @@ def test_mixed_steps_compile_and_capture_nothing():
     command = [sys.executable, "-m", "tests.parity.kernel_keys", "--steps", str(STEPS)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
-    assert found["late"] == [] and found["captures"] == 0
-    assert found["declared"] == BINARIES
-    assert found["rounds"] + found["eager"] == STEPS < 12 * found["rounds"] / 10
-    assert found["told"] == [found["ready"]] * 2
-    assert 30 < found["asked"] <= found["ready"] + 1 and found["ready"] <= 50
+    report = json.loads(done.stdout)
+    assert report["late"] == [] and report["captures"] == 0
+    assert report["declared"] == BINARIES
+    assert report["rounds"] + report["eager"] == STEPS < 12 * report["rounds"] / 10
+    assert report["told"] == [report["ready"]] * 2
+    assert 30 < report["asked"] <= report["ready"] + 1 and report["ready"] <= 50
 
 
 class Compiler:

@@ -44,11 +44,11 @@ NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.availabl
 MODELS = {"cpu": CpuEagleModel, "torch": TorchEagleModel, "jax": JaxEagleModel}
 
 
-def near(found, wanted):
+def near(actual, wanted):
     """8 bits a product, compounded over draft tokens; a wrong feature, norm or position gives less
     than 0.5.
     """
-    for a, b in zip(np.atleast_2d(found), np.atleast_2d(wanted), strict=True):
+    for a, b in zip(np.atleast_2d(actual), np.atleast_2d(wanted), strict=True):
         assert np.corrcoef(a, b)[0, 1] > 0.97, np.abs(a - b).max()
         assert np.abs(a - b).max() < 0.25 * np.abs(b).max()
 
@@ -112,8 +112,8 @@ def test_few_children_are_the_best_of_all(dense, executors, tmp_path, name):
     if name == "cpu":
         near(*pairs)
         return
-    for found, wanted in zip(*pairs, strict=True):
-        assert np.corrcoef(found, wanted)[0, 1] > 0.99
+    for actual, wanted in zip(*pairs, strict=True):
+        assert np.corrcoef(actual, wanted)[0, 1] > 0.99
     assert TorchEagleModel(executor, dense.checkpoint, twin.draft).describe()["draft_cache_bytes"]
 
 
@@ -189,9 +189,9 @@ def test_chunks_and_company_change_no_bit(dense, made, tmp_path):
                 done = driver.step([Row(1, known=count)])
                 drafter.observe(done.plan, done.trees, done.outcome)
             plan, _ = driver.plan([Row(1, draft=chain_draft([0] * 8))])  # With pages for it.
-            (found,) = drafter.propose(replace(plan, max_depth=np.array([3], np.int32)))
-        assert len(found) == 8
-        drafts.append((found.tokens.tolist(), found.parents.tolist(), found.score.tolist()))
+            (tree,) = drafter.propose(replace(plan, max_depth=np.array([3], np.int32)))
+        assert len(tree) == 8
+        drafts.append((tree.tokens.tolist(), tree.parents.tolist(), tree.score.tolist()))
     assert drafts[0] == drafts[1] == drafts[2]
 
 
@@ -252,12 +252,12 @@ def test_a_token_map_keeps_some_rows_of_an_eagle_1_head(dense, made, tmp_path):
     draft = Twin(dense, tmp_path, EAGLE_1).draft
     kept = np.arange(1, tiny.VOCAB, 3, dtype=np.int32)
     given = np.random.default_rng(0).normal(size=(6, dense.arch.hidden)).astype(np.float16)
-    tokens, found = np.arange(3, 10, dtype=np.int32), []
+    tokens, drafts = np.arange(3, 10, dtype=np.int32), []
     for limited in (draft, draft.limited(kept)):
         device = CpuEagleModel(made, dense.checkpoint, limited)
         work = extension(tokens[:-1], tokens[1:], [0, 6], [(1, 0, [7])])
-        found.append(device.extend(work, HostFeatures(given)))
-    every, some = found
+        drafts.append(device.extend(work, HostFeatures(given)))
+    every, some = drafts
     whole = np.empty(tiny.VOCAB)
     whole[every.ids[0]] = every.log_probs[0]
     wanted = whole[kept] - np.logaddexp.reduce(whole[kept])

@@ -29,14 +29,14 @@ LENGTHS = (1, 2, 33, 90)
 )
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "qwen3_5_text"])
 def test_the_same_as_transformers_and_alone(checkpoint, quickly, kind, family):
-    found = checkpoint(family)
+    source = checkpoint(family)
     limits = ExecutorLimits(16, 64, 6, 40, 160, tiny.VOCAB, checkpoints=4)
-    executor = kind(found, limits)
+    executor = kind(source, limits)
     random = np.random.default_rng(3)
     texts = [random.integers(8, 250, n).astype(np.uint8).tobytes() for n in LENGTHS]
     asked = [embed(f"{p}{i}", text, p) for p in ("mean", "last") for i, text in enumerate(texts)]
     ear = run(make(executor=executor), *asked, ask("text", "Hello"), check=False)
-    hf = tiny.reference(found)
+    hf = tiny.reference(source)
     for i, text in enumerate(texts):
         with torch.inference_mode():
             ids = torch.tensor(list(text))[None]

@@ -39,20 +39,20 @@ def executor_of(checkpoint, compiled, quickly):
     """(kind) -> the executor of the model; (kind, of) -> its own, of that model or another."""
     tape = Tape()
 
-    def made(kind, found):
+    def made(kind, executor):
         if kind == "toy":
             return ToyExecutor(replace(SMALL, vocab=259))
         if kind == "jax":
             options = JaxOptions(draft_nodes=15, stacked=True, cache_dir=compiled)
             with pytest.MonkeyPatch.context() as patch:
                 padded(patch, "rows", "chunks", "nodes")
-                return JaxExecutor(found, SMALL, options)
+                return JaxExecutor(executor, SMALL, options)
         if kind == "cpu":
-            return CpuExecutor(found, SMALL)
+            return CpuExecutor(executor, SMALL)
         with pytest.MonkeyPatch.context() as patch:
             if kind == "rounds":
                 on_tape(patch, tape)
-            torch_one = TorchExecutor(found, SMALL)
+            torch_one = TorchExecutor(executor, SMALL)
             torch_one = torch_one.capture() if kind == "rounds" else torch_one
         torch_one.pages = TorchPages(torch_one)
         return torch_one
@@ -114,16 +114,16 @@ def reference(executor_of):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8, 1.0])
 def test_plain_steps(executor, kind, reference, temperature):
-    found = emitted(executor, plain(temperature), chunk=7)
-    assert found == reference(kind, temperature)
+    actual = emitted(executor, plain(temperature), chunk=7)
+    assert actual == reference(kind, temperature)
     alone = emitted(executor, plain(temperature)[:1])
-    assert alone == found[:1]
+    assert alone == actual[:1]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_text_continues_within_a_copied_page(executor, temperature):
-    found, expected = emitted_within_a_page(executor, PROMPTS[0], plain(temperature)[0])
-    assert found == expected
+    actual, expected = emitted_within_a_page(executor, PROMPTS[0], plain(temperature)[0])
+    assert actual == expected
 
 
 @pytest.mark.parametrize(
@@ -175,10 +175,10 @@ def test_accept_thresholds(executor, executor_of, kind):
     samplings = [replace(one, accept_threshold_acc=0.0) for one in plain(1.0)]
     samplings[2] = replace(samplings[2], accept_threshold_acc=1.0)
     expected = emitted(executor, plain(1.0), count=4)
-    found = emitted(executor, samplings, lambda slot, tokens: chain_draft(chain[slot]), count=4)
+    actual = emitted(executor, samplings, lambda slot, tokens: chain_draft(chain[slot]), count=4)
     for slot in (0, 1, 3):
-        assert found[slot][:3] == chain[slot]
-    assert found[2] == expected[2]
+        assert actual[slot][:3] == chain[slot]
+    assert actual[2] == expected[2]
     coins = [replace(one, accept_threshold_acc=0.02) for one in plain(1.0)]
 
     def draft(slot, tokens):

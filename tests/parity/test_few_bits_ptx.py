@@ -63,9 +63,9 @@ def numbers(asm, outputs, dtype):
     [("_HALVES_BF16", torch.bfloat16, 128), ("_HALVES_FP16", torch.float16, 1024)],
 )
 def test_four_bits_are_in_the_last_places(asm, dtype, more):
-    found = numbers(getattr(kernels, asm), 4, dtype)
-    assert np.array_equal(found[:, :4], (BYTES & 15) + more)
-    assert np.array_equal(found[:, 4:], (BYTES >> 4) + more)
+    actual = numbers(getattr(kernels, asm), 4, dtype)
+    assert np.array_equal(actual[:, :4], (BYTES & 15) + more)
+    assert np.array_equal(actual[:, 4:], (BYTES >> 4) + more)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +74,9 @@ def test_four_bits_are_in_the_last_places(asm, dtype, more):
 )
 def test_float8_is_what_it_is(asm, dtype, less):
     """All numbers of E4M3 but its two NaN."""
-    found = numbers(getattr(kernels, asm), 2, dtype) * less
+    actual = numbers(getattr(kernels, asm), 2, dtype) * less
     expected = torch.from_numpy(BYTES.astype(np.uint8)).view(torch.float8_e4m3fn).double().numpy()
     there = np.isfinite(expected)
     assert there.sum() == 254
-    assert np.array_equal(found[there], expected[there])
-    assert np.array_equal(np.signbit(found[there]), np.signbit(expected[there]))
+    assert np.array_equal(actual[there], expected[there])
+    assert np.array_equal(np.signbit(actual[there]), np.signbit(expected[there]))

@@ -90,11 +90,11 @@ def test_a_head_is_that_of_its_folder(dense, tmp_path, changes, ids):
     draft = Twin(dense, tmp_path / "head", changes, ids).draft
     path = in_gguf(draft, tmp_path / "head.gguf")
     assert holds_head_file(path) and holds_draft_file(path) and not names_gguf_model(str(path))
-    found = open_head_file(path, dense.arch)
-    assert found.head == draft.head
-    np.testing.assert_array_equal(found.target_ids, draft.target_ids)
+    opened = open_head_file(path, dense.arch)
+    assert opened.head == draft.head
+    np.testing.assert_array_equal(opened.target_ids, draft.target_ids)
     for name in draft.files.keys() - {"d2t"}:
-        np.testing.assert_array_equal(found.tensor(name), draft.tensor(name), name)
+        np.testing.assert_array_equal(opened.tensor(name), draft.tensor(name), name)
     older = in_gguf(
         draft,
         tmp_path / "older.gguf",
@@ -108,11 +108,11 @@ def test_rows_in_few_bits_and_divisors(dense, tmp_path):
     divisors = np.linspace(1, 2, draft.head.head_size // 2, dtype=np.float32)
     packed = ("blk.0.attn_q.weight", "blk.0.attn_k.weight", "fc.weight")
     path = in_gguf(draft, tmp_path / "x.gguf", extra={"rope_freqs.weight": divisors}, packed=packed)
-    found = open_head_file(path, dense.arch)
-    assert isinstance(found.head.rope.scaling, Divided)
+    opened = open_head_file(path, dense.arch)
+    assert isinstance(opened.head.rope.scaling, Divided)
     for name in expected_draft_tensors(draft.head).keys() - {"d2t"}:
         most = 0.01 * np.abs(draft.tensor(name)).max()
-        np.testing.assert_allclose(found.tensor(name), draft.tensor(name), atol=most)
+        np.testing.assert_allclose(opened.tensor(name), draft.tensor(name), atol=most)
 
 
 @pytest.mark.parametrize(

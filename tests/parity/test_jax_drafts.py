@@ -157,16 +157,16 @@ def test_texts_draft_tokens_and_acceptance_are_torchs(
     shape,
     temperature,
 ):
-    found, changes = [], {}
+    runs, changes = [], {}
     if name.startswith("DFLASH"):
         priced(monkeypatch)
         changes = {"speculative_num_draft_tokens": 17, "speculative_eagle_topk": 3}
     for executor in ("jax", "torch"):
         cell = cells(name, executor, **changes)
-        found.append(
+        runs.append(
             (cell.plain(temperature), *noted.during(cell.served, temperature, shape=shape))
         )
-    (mine, served, drafts, _), (others, expected, wanted, _) = found
+    (mine, served, drafts, _), (others, expected, wanted, _) = runs
     assert mine == others
     histograms = ([item.stats.histogram for item in each.done] for each in (served, expected))
     assert next(histograms) == next(histograms)
@@ -197,8 +197,8 @@ def test_a_token_map_limits_what_is_proposed(cells, tmp_path, name):
     (tmp_path / "map.json").write_text(str(said))
     cell = cells(name, speculative_token_map=str(tmp_path / "map.json"))
     assert cell.model().traits.target_ids.tolist() == said
-    found = cell.served()
-    assert 0 < found.accepted < found.drafted
+    run = cell.served()
+    assert 0 < run.accepted < run.drafted
 
 
 def test_layers_for_several_depths_are_refused_in_words(tmp_path, compiled, quickly):
@@ -221,7 +221,7 @@ def stepped(target, monkeypatch, samplings):
     """Of every step: how many dispatches, and the bytes of each copy to the host."""
     copied, get, programs = [], jax.device_get, target.executor.programs
     monkeypatch.setattr(jax, "device_get", lambda x: copied.append(x.nbytes) or get(x))
-    running, found = make_engine(target, target.config), []
+    running, texts = make_engine(target, target.config), []
     for prompt, kind in zip(PROMPTS[:2], samplings, strict=False):
         request = make_request(prompt, max_tokens=33, ignore_eos=True, seed=4, **kind)
         running.submit(request, lambda _: None)
@@ -229,8 +229,8 @@ def stepped(target, monkeypatch, samplings):
         before = programs.dispatches, len(copied)
         if not running.step_once():
             running.check()
-            return found
-        found.append((programs.dispatches - before[0], copied[before[1] :]))
+            return texts
+        texts.append((programs.dispatches - before[0], copied[before[1] :]))
 
 
 class Excluding(TreeGrammars):

@@ -75,14 +75,14 @@ def prompt():
 @pytest.fixture
 def compilations():
     """Names of everything that XLA compiles meanwhile."""
-    found = []
+    names = []
 
     def listen(event, duration, **_):
         if event == COMPILING:
-            found.append(duration)
+            names.append(duration)
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    yield found
+    yield names
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
@@ -101,12 +101,12 @@ def test_start_up_compiles_what_any_text_needs_and_the_rest_afterwards(warm, pad
 @pytest.mark.slow
 def test_what_comes_out_of_jaxs_cache_is_not_kept(checkpoint, quickly, tmp_path, prompt):
     """XLA would write it without its functions, and a later start fail when it runs."""
-    found = []
+    texts = []
     for start in range(3):
-        found.append(text(begun(checkpoint, tmp_path, ("rows",)), prompt))
+        texts.append(text(begun(checkpoint, tmp_path, ("rows",)), prompt))
         if not start:
             shutil.rmtree(tmp_path / "programs")
-    assert found[0] == found[1] == found[2]
+    assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.slow
@@ -142,14 +142,14 @@ def test_steps_run_in_the_sizes_that_there_are(checkpoint, compiled, quickly, pr
 @pytest.fixture
 def lowered(monkeypatch):
     """Keys of the programs that are traced meanwhile."""
-    found, real = [], JaxPrograms._lowered
+    names, real = [], JaxPrograms._lowered
 
     def of(self, key):
-        found.append(key)
+        names.append(key)
         return real(self, key)
 
     monkeypatch.setattr(JaxPrograms, "_lowered", of)
-    return found
+    return names
 
 
 def text(executor, prompt):
@@ -171,9 +171,9 @@ def test_a_later_start_traces_nothing(checkpoint, pads, warm, compiled, tmp_path
     def later(folder):
         made = begun(checkpoint, folder, pads)
         (before,) = made.programs.state.keys
-        found = text(made, prompt)
+        result = text(made, prompt)
         assert before.is_deleted(), "donated"
-        return found
+        return result
 
     expected = text(warm, prompt)
     assert later(compiled) == expected and lowered == []
@@ -233,9 +233,9 @@ def test_nothing_compiles_and_nothing_is_transferred_in_secret(warm, compilation
 @pytest.fixture
 def copied(monkeypatch):
     """Bytes of every copy to the host."""
-    found, get = [], jax.device_get
-    monkeypatch.setattr(jax, "device_get", lambda x: found.append(x.nbytes) or get(x))
-    return found
+    result, get = [], jax.device_get
+    monkeypatch.setattr(jax, "device_get", lambda x: result.append(x.nbytes) or get(x))
+    return result
 
 
 def test_a_decoding_step_is_one_dispatch_and_one_small_copy(warm, prompt, copied):
@@ -355,10 +355,10 @@ def test_log_probabilities_are_the_hosts(warm, prompt, top, copied):
         close(result.outcome.logprobs[0], reports_of(answers.of_node, top, pairs))
 
 
-def close(found, expected):
+def close(actual, expected):
     """Reports of the same tokens, whose alternatives are in the same order."""
-    assert len(found) == len(expected) > 0
-    for one, other in zip(found, expected, strict=True):
+    assert len(actual) == len(expected) > 0
+    for one, other in zip(actual, expected, strict=True):
         assert one.token == other.token
         assert [token for token, _ in one.top] == [token for token, _ in other.top]
         values = [[r.logprob, *(value for _, value in r.top)] for r in (one, other)]
@@ -375,9 +375,9 @@ def test_lines_are_the_hosts():
         logits[3, 5] = np.nan
         logits[4, 5] = np.inf
         tokens = random.integers(0, 3, 6).astype(np.int32)
-        found = np.asarray(jax.jit(lines)(logits, tokens))
-        assert found.shape[1] == line_size(vocab)
-        for line, row, token in zip(found, logits, tokens.tolist(), strict=True):
+        rows = np.asarray(jax.jit(lines)(logits, tokens))
+        assert rows.shape[1] == line_size(vocab)
+        for line, row, token in zip(rows, logits, tokens.tolist(), strict=True):
             if not np.isfinite(row.max()):
                 assert np.isnan(report_in(line, token, 0).logprob)
                 continue

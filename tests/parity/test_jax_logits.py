@@ -29,13 +29,13 @@ def forward(executor, tokens, chunks):
     """float32[T,V] of a text run in chunks of the given lengths. It goes on, so that no round has
     to be compiled.
     """
-    found = []
+    logits = []
     with Driver(executor) as driver:
         driver.open(0, [*tokens, 5])
         for chunk in chunks:
             result = driver.step([Row(0, known=chunk)])
-            found.append(executor.programs.logits(result.round.place))
-    return torch.from_numpy(np.concatenate(found))
+            logits.append(executor.programs.logits(result.round.place))
+    return torch.from_numpy(np.concatenate(logits))
 
 
 CASES = [
@@ -66,10 +66,10 @@ def compiler(request):
     [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
 )
 def test_every_family_equals_transformers(checkpoint, compiled, random, family, variant):
-    found = checkpoint(family, **(FURTHER | {"gemma3_text": GEMMAS}).get(family, VARIANTS)[variant])
+    model = checkpoint(family, **(FURTHER | {"gemma3_text": GEMMAS}).get(family, VARIANTS)[variant])
     tokens = random.integers(0, tiny.VOCAB, 176)
-    expected = expected_logits(found, tokens)
-    logits = forward(opened(found, compiled), tokens, [126, 50])  # All of it in chunks of 32.
+    expected = expected_logits(model, tokens)
+    logits = forward(opened(model, compiled), tokens, [126, 50])  # All of it in chunks of 32.
     assert expected.std() > 0.5
     assert (logits - expected).abs().max() < 1e-4
 
@@ -79,10 +79,10 @@ def test_every_family_equals_transformers(checkpoint, compiled, random, family, 
     [(2, True), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, False), (1, True)))],
 )
 def test_biases_everywhere_and_layers_in_a_scan(checkpoint, compiled, random, layers, stacked):
-    found = checkpoint("llama", attention_bias=True, mlp_bias=True, num_hidden_layers=layers)
+    source = checkpoint("llama", attention_bias=True, mlp_bias=True, num_hidden_layers=layers)
     tokens = random.integers(0, tiny.VOCAB, 40)
-    expected = expected_logits(found, tokens)
-    executor = opened(found, compiled, stacked=stacked)
+    expected = expected_logits(source, tokens)
+    executor = opened(source, compiled, stacked=stacked)
     assert executor.describe()["layers"] == ("stacked" if stacked and layers > 1 else "apart")
     assert (forward(executor, tokens, [30, 10]) - expected).abs().max() < 1e-4
 
@@ -106,17 +106,17 @@ SLIDING = [*(["sliding_attention"] * 2 + ["full_attention"]) * 2, "sliding_atten
 def test_layers_that_repeat_are_traced_once(
     checkpoint, compiled, random, monkeypatch, family, changes, stacked, pattern, traced
 ):
-    found, counted, real = checkpoint(family, **changes), [], JaxDecoder.layer
-    assert Pattern.of(found.architecture) == pattern
+    source, counted, real = checkpoint(family, **changes), [], JaxDecoder.layer
+    assert Pattern.of(source.architecture) == pattern
 
     def layer(self, spec, *given):
         counted.append(spec)
         return real(self, spec, *given)
 
     tokens = random.integers(0, tiny.VOCAB, 40)
-    expected = expected_logits(found, tokens)
+    expected = expected_logits(source, tokens)
     monkeypatch.setattr(JaxDecoder, "layer", layer)
-    executor = opened(found, compiled, stacked=stacked)
+    executor = opened(source, compiled, stacked=stacked)
     assert (forward(executor, tokens, [40]) - expected).abs().max() < 1e-4
     assert len(counted) == traced, "in chunks of one size"
 
@@ -126,28 +126,28 @@ def test_layers_that_repeat_are_traced_once(
 )
 def test_a_tree_sees_its_prefix_and_its_ancestors(checkpoint, compiled, random, page_size):
     """Logits at every node of a tree are those of its path as plain text."""
-    found = checkpoint("qwen3")
+    source = checkpoint("qwen3")
     small = limits(tiny.VOCAB, context=320, page_size=page_size, pages=1024 // page_size, slots=2)
-    executor = opened(found, compiled, small, draft_nodes=13)
+    executor = opened(source, compiled, small, draft_nodes=13)
     for text, logits in paths_of_a_tree(executor, random, 127, last=1):
-        assert (logits - expected_logits(found, text)[127:]).abs().max() < 1e-4
+        assert (logits - expected_logits(source, text)[127:]).abs().max() < 1e-4
 
 
 def test_gguf(tmp_path, compiled, random):
     hf = tiny.model("qwen2")
-    found = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", "Q8_0"))
+    source = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", "Q8_0"))
     tokens = random.integers(0, tiny.VOCAB, 40)
-    expected = expected_logits(found, tokens)
+    expected = expected_logits(source, tokens)
     small = limits(tiny.VOCAB, context=256, max_nodes=256, slots=2)
-    assert (forward(opened(found, compiled, small), tokens, [40]) - expected).abs().max() < 1e-4
+    assert (forward(opened(source, compiled, small), tokens, [40]) - expected).abs().max() < 1e-4
 
 
 @pytest.mark.slow
 def test_bfloat16_is_near_float32(checkpoint, compiled, random):
-    found = checkpoint("qwen3")
+    source = checkpoint("qwen3")
     tokens = random.integers(0, tiny.VOCAB, 40)
     narrow, wide = (
-        forward(opened(found, compiled, dtype=dtype), tokens, [40])
+        forward(opened(source, compiled, dtype=dtype), tokens, [40])
         for dtype in ("bfloat16", "float32")
     )
     assert 0 < (narrow - wide).std() < 0.03 * wide.std()

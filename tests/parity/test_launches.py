@@ -38,19 +38,19 @@ BUDGETS = {
 PARTS = [part.name for part in fields(Budget)]
 
 
-def beyond(found, budget):
+def beyond(launches, budget):
     """The parts of a round that launch more than a budget has."""
-    return [part for part in PARTS if getattr(found, part) > getattr(budget, part)]
+    return [part for part in PARTS if getattr(launches, part) > getattr(budget, part)]
 
 
 @pytest.mark.parametrize("kind", spread(COUNTED, 2))
 def test_a_round_launches_no_more_than_its_budget(kind):
-    found = budget_of(kind)
-    assert not beyond(found, BUDGETS[kind]), found
+    launches = budget_of(kind)
+    assert not beyond(launches, BUDGETS[kind]), launches
 
 
 def test_budgets_reach_what_is_aimed_at():
-    assert not {name: beyond(found, AIMS) for name, found in BUDGETS.items() if beyond(found, AIMS)}
+    assert not {name: beyond(each, AIMS) for name, each in BUDGETS.items() if beyond(each, AIMS)}
 
 
 OTHERS = {
@@ -67,8 +67,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("method", spread(OTHERS, 3))
 def test_other_draft_models_launch_no_more_than_they_did(method):
-    found, (first, level) = budget(COUNTED["drafted"], method=method), OTHERS[method]
-    assert found.first <= first and found.level <= level, found
+    launches, (first, level) = budget(COUNTED["drafted"], method=method), OTHERS[method]
+    assert launches.first <= first and launches.level <= level, launches
 
 
 @pytest.mark.parametrize(("family", "layer"), [("qwen3_5_text", 12), ("lfm2", 13)])
@@ -79,7 +79,7 @@ def test_a_recurrent_layer_launches_no_more_than_it_did(tmp_path, family, layer)
     fewer = arch.layer_specs[:first] + arch.layer_specs[first + 1 :]
     small = Setting(arch, drafts=False, pages=64, slots=8, context=256)
     settings = small, replace(small, arch=replace(arch, layer_specs=fewer))
-    whole, rest = (count(setting, Size(1, 4)).found for setting in settings)
+    whole, rest = (count(setting, Size(1, 4)).launches for setting in settings)
     assert whole.total() - rest.total() <= layer, whole - rest
     assert rest["_shift"] == rest["_ancestors"] == 1
     assert rest["_advance"] == (family != "lfm2")

@@ -34,5 +34,5 @@ def test_logits_are_those_of_transformers(tmp_path, kind, context, length, parti
     if native.available() is None:
         executors.append(CpuExecutor(checkpoint, room, 2))
     for executor in executors:
-        found = logits_in_chunks(executor, tokens).numpy()
-        assert np.abs(found - expected).max() < 1e-4
+        logits = logits_in_chunks(executor, tokens).numpy()
+        assert np.abs(logits - expected).max() < 1e-4

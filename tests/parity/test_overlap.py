@@ -158,8 +158,8 @@ def test_texts_and_trees_are_those_without_overlap(
     expected, _ = answered(judge, requests, overlap=False, **shape)
     before = {slot: list(ran) for slot, ran in trees.items()}
     trees.clear()
-    found, stats = answered(target, requests, overlap=True, **shape)
-    assert tokens(found) == tokens(expected)
+    texts, stats = answered(target, requests, overlap=True, **shape)
+    assert tokens(texts) == tokens(expected)
     # All but prompts, the steps after them and the last ones.
     assert stats.carried > 0.6 * stats.steps > 4
     assert trees.keys() == before.keys()
@@ -167,7 +167,7 @@ def test_texts_and_trees_are_those_without_overlap(
         # A row that has ended runs once more at most.
         assert ran[: len(before[slot])] == before[slot]
         assert len(ran) - len(before[slot]) in (0, 1)
-    accepted = [heard[-1].stats.accepted for heard in found]
+    accepted = [heard[-1].stats.accepted for heard in texts]
     assert accepted == [heard[-1].stats.accepted for heard in expected]
     assert not any(accepted) if shape is OFF else sum(accepted) > 10
 
@@ -210,13 +210,13 @@ def test_requests_that_come_and_go(devices, learned, device, shape, pause):
     target, judge, *_ = devices(device)
     requests = crowd(np.concatenate([learned[1][:7], learned[1][:2]]))
     expected, _ = answered(judge, requests, pause, overlap=False, **shape)
-    found, stats = answered(target, requests, pause, overlap=True, **shape)
-    assert tokens(found) == tokens(expected)
+    texts, stats = answered(target, requests, pause, overlap=True, **shape)
+    assert tokens(texts) == tokens(expected)
     told = [
         [(entry.token, [token for token, _ in entry.top]) for entry in reports(heard)[2]]
-        for heard in (found, expected)
+        for heard in (texts, expected)
     ]
-    assert told[0] == told[1] and [token for token, _ in told[0]] == tokens(found)[2]
+    assert told[0] == told[1] and [token for token, _ in told[0]] == tokens(texts)[2]
     assert stats.carried > 0.15 * stats.steps
 
 
@@ -226,9 +226,9 @@ def test_requests_that_come_and_go(devices, learned, device, shape, pause):
 def test_who_is_carried_on_xla(devices, learned, device, kind, carried):
     target, shape = devices(device).target, ON_XLA if device == "jax" else CHAIN
     requests = wanted([learned[1][0][:12]], 9, 0.8, **KINDS[kind])
-    found, stats = answered(target, requests, overlap=True, **shape)
+    texts, stats = answered(target, requests, overlap=True, **shape)
     assert (stats.carried > 0) == carried
-    assert tokens(found) == tokens(answered(target, requests, overlap=False, **shape)[0])
+    assert tokens(texts) == tokens(answered(target, requests, overlap=False, **shape)[0])
 
 
 @pytest.mark.parametrize(
@@ -258,12 +258,12 @@ def test_what_is_looked_at_first_says_the_same(slow, eager, learned, shape):
         for n, kind in enumerate(kinds)
     ]  # fmt: skip
     expected, _ = answered(eager, requests, overlap=False, **OFF)
-    found, stats = answered(slow[0], requests, overlap=True, **shape)
-    assert tokens(found) == tokens(expected)
+    texts, stats = answered(slow[0], requests, overlap=True, **shape)
+    assert tokens(texts) == tokens(expected)
     # From the grammar's end on; no step that has draft tokens from the text.
     assert (stats.carried > 5) == (shape is not NGRAM)
     if shape is CHAIN:
-        assert sum(heard[-1].stats.accepted for heard in found) > 0
+        assert sum(heard[-1].stats.accepted for heard in texts) > 0
 
 
 @SLOW
@@ -278,8 +278,8 @@ def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch,
     runner.programs.forget()
     monkeypatch.setattr(build_drafting, "FixedPolicy", lambda *_: FixedPolicy(5, 5))
     deep = drafting(5, 5, width, "EAGLE")
-    found, stats = answered(slow[0], requests, overlap=True, **deep)
-    assert tokens(found) == tokens(expected)
+    texts, stats = answered(slow[0], requests, overlap=True, **deep)
+    assert tokens(texts) == tokens(expected)
     assert runner.future.levels == 5
     assert stats.carried > 5 and stats.accepted > 5
 
@@ -320,8 +320,8 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(
     monkeypatch.setattr(build_drafting, "FixedPolicy", lambda *_: Resting(first, again=40))
     requests = asked(learned[1], 0.0, (60, 60))
     expected, before = answered(judge, requests, overlap=False, **shape)
-    found, stats = answered(target, requests, overlap=True, **shape)
-    assert tokens(found) == tokens(expected)
+    texts, stats = answered(target, requests, overlap=True, **shape)
+    assert tokens(texts) == tokens(expected)
     assert stats.carried >= carried and (device == "torch" or stats.carried > 0.8 * stats.steps)
     assert stats.accepted > 0.9 * before.accepted > 10
 
@@ -338,8 +338,8 @@ def test_steps_without_draft_tokens_begin_early_too(slow, eager, learned, monkey
         return wanted[-1]
 
     monkeypatch.setattr(ModelDrafter, "on_device_draft", noted)
-    found, stats = answered(slow[0], requests, overlap=True, **CHAIN)
-    assert tokens(found) == tokens(expected)
+    texts, stats = answered(slow[0], requests, overlap=True, **CHAIN)
+    assert tokens(texts) == tokens(expected)
     assert stats.carried > 0.7 * stats.steps > 14
     assert wanted[-1] is None
 
@@ -403,9 +403,9 @@ def test_on_xla_too_and_each_is_one_dispatch(devices, learned, monkeypatch, devi
 
 def test_without_the_option_nothing_is_carried(slow, eager, learned):
     requests = asked(learned[1], 0.8)
-    found, stats = answered(slow[0], requests, overlap=False, **CHAIN)
+    texts, stats = answered(slow[0], requests, overlap=False, **CHAIN)
     assert stats.carried == 0
-    assert tokens(found) == tokens(answered(eager, requests, overlap=False, **CHAIN)[0])
+    assert tokens(texts) == tokens(answered(eager, requests, overlap=False, **CHAIN)[0])
 
 
 def test_an_executor_without_rounds_is_looked_at_step_by_step(eager, learned):
@@ -422,9 +422,9 @@ def test_stop_tokens_end_where_they_should(slow, eager, learned):
         for n, (request, text) in enumerate(zip(plain, output_tokens, strict=True))
     ]
     expected, _ = answered(eager, requests, overlap=False, **CHAIN)
-    found, stats = answered(slow[0], requests, overlap=True, **CHAIN)
-    assert tokens(found) == tokens(expected)
-    assert [heard[-1].finish for heard in found] == [Finish.STOP] * 3
+    texts, stats = answered(slow[0], requests, overlap=True, **CHAIN)
+    assert tokens(texts) == tokens(expected)
+    assert [heard[-1].finish for heard in texts] == [Finish.STOP] * 3
     assert stats.carried > 2
 
 
@@ -444,14 +444,14 @@ def test_a_row_that_is_not_finite_ends_alone(slow, learned, monkeypatch):
     monkeypatch.setattr(rounds_of, "kernels", replace(rounds_of.kernels, accept=spoiled))
     rounds_of.programs.forget()
     try:
-        found, stats = answered(target, requests, overlap=True, **OFF)
+        texts, stats = answered(target, requests, overlap=True, **OFF)
     finally:
         monkeypatch.undo()
         rounds_of.programs.forget()
-    output_tokens = tokens(found)
+    output_tokens = tokens(texts)
     assert output_tokens[0] == expected[0] and output_tokens[2] == expected[2]
     assert output_tokens[1] == expected[1][:9]
-    assert found[1][-1].finish == Finish.ERROR and "not finite" in found[1][-1].error
+    assert texts[1][-1].finish == Finish.ERROR and "not finite" in texts[1][-1].error
     assert stats.carried > 10
 
 

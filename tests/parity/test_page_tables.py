@@ -75,11 +75,11 @@ def test_tables_are_whole_after_any_steps(steps, page_size, lost):
             ours.tables.send(ours.staging().buffers, slots, table)
             ours.tables.forget()
             continue
-        found, expected = ours.run(slots, table)[0], twin.run(slots, table)[0]
+        actual, expected = ours.run(slots, table)[0], twin.run(slots, table)[0]
         real = table >= 0
-        assert (found[:count, :width][real] == table[real]).all()
+        assert (actual[:count, :width][real] == table[real]).all()
         assert (expected[:count, :width][real] == table[real]).all()
-        assert (found[count:, 0] == 0).all(), "nobody's row is page 0"
+        assert (actual[count:, 0] == 0).all(), "nobody's row is page 0"
 
 
 def test_what_did_not_change_is_not_sent():
@@ -130,10 +130,10 @@ class Looking(Tape):
         if plan is not None:
             tables, expected = plan
             count, width = expected.shape
-            found, real = tables._rows[:count, :width].numpy(), expected >= 0
+            actual, real = tables._rows[:count, :width].numpy(), expected >= 0
             self.checked += 1
-            if not (found[real] == expected[real]).all():
-                self.wrong.append((self.done, found, expected))
+            if not (actual[real] == expected[real]).all():
+                self.wrong.append((self.done, actual, expected))
 
 
 @pytest.fixture(scope="module")
@@ -183,13 +183,13 @@ def test_every_round_has_its_plans_tables(device, plain, algorithm, overlap):
     """
     target, tape, texts = device
     before = tape.checked, tape.overflows
-    found, stats = answers.answered(target, requests_of(texts), 2, overlap=overlap, **algorithm)
+    actual, stats = answers.answered(target, requests_of(texts), 2, overlap=overlap, **algorithm)
     assert stats.preemptions > 0 and stats.failed_steps == 0
     assert not tape.wrong, "a round had another page table"
     assert tape.checked - before[0] > 30
     # More than a round has room for goes to those that have just read a prompt, mostly.
     assert 3 * (tape.overflows - before[1]) < tape.checked - before[0]
-    assert answers.tokens(found) == plain
+    assert answers.tokens(actual) == plain
 
 
 def test_a_round_that_cannot_begin_leaves_nothing_behind(device, monkeypatch):

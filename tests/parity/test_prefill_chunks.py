@@ -90,7 +90,7 @@ def test_a_draft_head_reads_prompts_through_the_targets_kernels(checkpoint, monk
     """By their twins: what follows each prompt is what the pass without kernels finds."""
     target = checkpoint("llama", num_hidden_layers=6)
     draft = random_draft(target.architecture, tiny.VOCAB)
-    found, launched = [], []
+    runs, launched = [], []
 
     def attend(queries, keys, values, geometry, spec=None, **others):
         launched.append(len(geometry.slots))
@@ -104,10 +104,10 @@ def test_a_draft_head_reads_prompts_through_the_targets_kernels(checkpoint, monk
         for begin, length in ((0, behind), (behind, 70)):
             if length:
                 last = head.extend(*permanent(head, begin, length))
-        found.append(last)
+        runs.append(last)
     assert launched == [2 * length for length in (behind, 70) if length]
-    np.testing.assert_array_equal(found[0].ids, found[1].ids)
-    np.testing.assert_allclose(found[0].log_probs, found[1].log_probs, atol=1e-5)
+    np.testing.assert_array_equal(runs[0].ids, runs[1].ids)
+    np.testing.assert_allclose(runs[0].log_probs, runs[1].log_probs, atol=1e-5)
 
 
 def permanent(head, begin, length):
@@ -143,7 +143,7 @@ def test_the_cache_has_scratch_for_draft_tokens_and_not_for_prompts(monkeypatch)
 def test_texts_and_log_probabilities_are_those_of_any_chunks(checkpoint, chunk, scored):
     """Pieces of as many rows as may choose a token: bit by bit what one piece gives."""
     prompt = np.random.default_rng(1).integers(8, tiny.VOCAB, 90).tolist()
-    found = []
+    runs = []
     for most, size in ((scored, chunk), (None, 90)):
         made = TorchExecutor(checkpoint("qwen2"), limits(tiny.VOCAB, slots=2, max_scored=most))
         reports = []
@@ -157,8 +157,8 @@ def test_texts_and_log_probabilities_are_those_of_any_chunks(checkpoint, chunk, 
             text = driver.sequences[0].tokens
             draft = chain_draft([text[-1], 5, 6])
             reports += driver.step([Row(0, draft=draft)]).outcome.logprobs[0]
-            found.append((text[:96], reports[:96]))
-    assert found[0] == found[1]
+            runs.append((text[:96], reports[:96]))
+    assert runs[0] == runs[1]
 
 
 def test_more_nodes_than_are_scored_are_refused(checkpoint):

@@ -127,7 +127,7 @@ def test_a_layer_launches_three_kernels_for_any_number_of_prompts(count):
     with Launches() as mode:
         context = attention(queries, *cache.layers[0], spec)
     assert context.shape == queries.shape
-    assert mode.found == {"index_select": 2, "_flash_attention_forward": 1}
+    assert mode.launches == {"index_select": 2, "_flash_attention_forward": 1}
 
 
 def test_layers_with_a_cap_stay_with_the_kernels(made, calls):

@@ -69,8 +69,8 @@ def test_preempted_texts_go_on_from_what_rounds_have_kept(
         requests = wanted(texts, 28, [0.8 * (n % 2) for n in range(len(texts))])
         expected = plain(eager, requests)
         behind.clear()
-        found, stats = answered(rounds, requests, kind == "rounds", overlap=overlap, **shape)
-        assert tokens(found) == expected and stats.accepted > 0
+        actual, stats = answered(rounds, requests, kind == "rounds", overlap=overlap, **shape)
+        assert tokens(actual) == expected and stats.accepted > 0
         return expected, stats
 
     try:
@@ -136,23 +136,23 @@ def ran(made, sampling=GREEDY):
         text, length = list(driver.sequences[0].tokens), driver.sequences[0].kv_len
         book, state = book_of(made), states_of(made)
         whole = np.array(text, np.int32)
-        found = {n: state(book.row(whole[:n])) for n in book.lengths(whole)}
-        return text, length, found | {length: state(0)}
+        states = {n: state(book.row(whole[:n])) for n in book.lengths(whole)}
+        return text, length, states | {length: state(0)}
 
 
 def test_states_and_checkpoints_are_those_of_eager_steps(pair):
-    (text, length, found), (expected, there, others) = map(ran, pair)
+    (text, length, actual), (expected, there, others) = map(ran, pair)
     assert (text, length) == (expected, there)
-    assert found.keys() == others.keys() and len(found) > 2
-    for key, state in found.items():
+    assert actual.keys() == others.keys() and len(actual) > 2
+    for key, state in actual.items():
         np.testing.assert_allclose(state, others[key], atol=5e-5)
     book_of(pair[0]).check()
 
 
 def test_a_sequence_goes_on_behind_what_was_kept(pair):
     made, eager = pair
-    text, length, found = ran(made)
-    kept = max(n for n in found if n < length)
+    text, length, states = ran(made)
+    kept = max(n for n in states if n < length)
     assert made.reusable_prefix_len(np.array(text, np.int32)) == kept > 12
     with Driver(eager, seed=3) as driver:
         driver.open(3, text, GREEDY)
@@ -175,7 +175,7 @@ LOSSY = Sampling(temperature=0.7, seed=3, accept_threshold_single=0.99)
 @pytest.mark.parametrize(("masks_of", "sampling"), [(free_grammar, GREEDY), (None, LOSSY)])
 def test_rows_that_the_host_decides_are_advanced(pair, monkeypatch, masks_of, sampling):
     """Rows of a grammar whose masks come after the forward pass, and with accept thresholds."""
-    followed, found = [], []
+    followed, actual = [], []
     follow = RoundStates._follow_host
 
     def following(self, round, inputs, outcome, left):
@@ -193,9 +193,9 @@ def test_rows_that_the_host_decides_are_advanced(pair, monkeypatch, masks_of, sa
                 tree = as_draft([5, right, right], [-1, -1, 1])
                 driver.step([Row(0, draft=tree), Row(1)], masks_of)
             state = states_of(made)
-            found.append([state(0), state(1), driver.sequences[0].tokens])
+            actual.append([state(0), state(1), driver.sequences[0].tokens])
     assert followed == [2, 2, 2]
-    for one, other in zip(*found, strict=True):
+    for one, other in zip(*actual, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-5)
 
 
@@ -242,8 +242,8 @@ def test_a_round_that_fails_leaves_its_rows(checkpoint, monkeypatch, family):
 
 def test_without_checkpoints_rounds_keep_none(checkpoint):
     source = checkpoint("lfm2")
-    text, length, found = ran(captured(source, checkpoints=0))
-    assert text == ran(TorchExecutor(source, ROOM))[0] and list(found) == [length]
+    text, length, states = ran(captured(source, checkpoints=0))
+    assert text == ran(TorchExecutor(source, ROOM))[0] and list(states) == [length]
 
 
 def test_a_rehearsal_leaves_nothing_to_go_on_from(checkpoint):

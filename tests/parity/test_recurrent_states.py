@@ -101,7 +101,7 @@ class Way:
                 before = self.texts[slot] if above < 0 else paths[above]
                 paths.append((*before, int(trees.tokens[node])))
         step = self.states.begin(plan, trees)
-        found = [self.states.layer(step, n, self.inputs(n, paths)) for n in range(self.layers)]
+        layers = [self.states.layer(step, n, self.inputs(n, paths)) for n in range(self.layers)]
         self.states.known(step)
         accepted = [
             trees.root(row) + 1 + np.array(path, int) for row, (*_, path) in enumerate(rows)
@@ -110,7 +110,7 @@ class Way:
         for row, (slot, _, _, path) in enumerate(rows):
             self.texts[slot] = paths[accepted[row][-1]] if path else paths[trees.root(row)]
         self.states.accept(step, outcome)
-        return found, paths
+        return layers, paths
 
     def inputs(self, layer, paths):
         parts = map(np.stack, zip(*(self.numbers(layer, p) for p in paths), strict=True))
@@ -183,11 +183,11 @@ def test_the_states_of_trees_are_the_oracles(arch, unkept, which):
         [(0, [6], as_draft([1, 2, 3, 4], [-1, -1, 0, 2]), [0, 2, 3])],  # Below the first of two.
     ]
     for rows in steps:
-        found, paths = way.step(rows)
+        actual, paths = way.step(rows)
         for layer in range(way.layers):
             for node, path in enumerate(paths):
                 _, read = way.oracle(layer, path)
-                np.testing.assert_allclose(found[layer][node], read, atol=2e-6)
+                np.testing.assert_allclose(actual[layer][node], read, atol=2e-6)
     for slot, text in way.texts.items():
         for layer in range(way.layers):
             made, _ = way.oracle(layer, text)
@@ -257,9 +257,9 @@ def test_the_core_and_torch_make_the_same_bits(kernels, sizes):
     for walk in (PlainDelta(), NativeDelta(kernels)):
         states = before.clone()
         step = StateStep(SimpleNamespace(slots=slots), trees, {}, ends)
-        found = walk.advance(states, DeltaWay.of(step), tokens)
+        actual = walk.advance(states, DeltaWay.of(step), tokens)
         walk.follow(states, np.array([6, 1]), tokens.part(3, 5))
-        made.append((found, states))
+        made.append((actual, states))
     for one, other in zip(*made, strict=True):
         assert torch.equal(one, other)
     assert torch.equal(made[0][1][3], before[3]) and not torch.equal(made[0][1][1], before[1])
@@ -311,9 +311,9 @@ def test_going_on_from_a_checkpoint_is_running_the_text(either, random):
         text = TokenText(tokens)
         fresh.open(SlotInit(1, text, len(tokens), EVERYTHING, cached=20, shared=20))
         driver.sequences[1] = Sequence(text, tokens.tolist(), 20, pages[:5])
-        found = driver.step([Row(1)]).every()
+        actual = driver.step([Row(1)]).every()
         driver.sequences[1].pages = driver.sequences[1].pages[5:]
-    assert torch.equal(found, expected[20:])
+    assert torch.equal(actual, expected[20:])
     fresh.states.book.check()
 
 
@@ -376,8 +376,8 @@ def test_what_a_step_costs_is_measured_behind_a_kept_state(executor):
 
 def test_sixteen_bits_are_near(checkpoint, executor, random):
     tokens = random.integers(0, tiny.VOCAB, 40)
-    found = TorchExecutor(checkpoint("qwen3_next"), bounds(pages=200), dtype="bfloat16")
-    exact, rounded = (logits_in_chunks(each, tokens, (16, None)) for each in (executor, found))
+    narrow = TorchExecutor(checkpoint("qwen3_next"), bounds(pages=200), dtype="bfloat16")
+    exact, rounded = (logits_in_chunks(each, tokens, (16, None)) for each in (executor, narrow))
     assert np.corrcoef(exact.flatten(), rounded.flatten())[0, 1] > 0.98
 
 

@@ -170,18 +170,18 @@ def test_drafts_and_texts_are_those_of_single_passes(
     prompts = [text[:12] for text in learned[1][:3]] if head else PROMPTS
     requests = asked(temperature, 36 if shape == "one" else 22 if head else 12, prompts)
     changes = SHAPES[shape]
-    (found, _), drafts, few = noted.during(answered, rounds, requests, 3, **changes)
+    (actual, _), drafts, few = noted.during(answered, rounds, requests, 3, **changes)
     less = Counter((*what[:2], round(what[2], 3), what[3]) for what in outcomes)
     outcomes.clear()
     (expected, _), others, many = noted.during(answered, eager, requests, 3, **changes)
     more = Counter((*what[:2], round(what[2], 3), what[3]) for what in outcomes)
-    assert tokens(found) == tokens(expected) == plain(eager, requests)
-    assert counts(found) == counts(expected)
+    assert tokens(actual) == tokens(expected) == plain(eager, requests)
+    assert counts(actual) == counts(expected)
     same_drafts(drafts, others, 2e-3)
     able = temperature or method not in BLIND
     # A map of 64 tokens is right less often; a head that has learned is, but for hot texts.
     least = 2 if method in PAIRED else 15 if head and temperature < 1 else 5
-    assert sum(accepted for _, accepted in counts(found)) > (least if able else -1)
+    assert sum(accepted for _, accepted in counts(actual)) > (least if able else -1)
     assert few < many / 2
     # Of a last draft that nothing is left to verify rounds count the outcome too, and of a node
     # whose children are no part of a full tree they do not.
@@ -201,12 +201,12 @@ def test_rows_of_every_kind_are_those_of_plain_decoding(
     rounds, eager, _ = targets("NAIVE", page)
     requests = of_every_kind(learned[1], temperature)
     expected, _ = answered(eager, requests, **OFF)
-    found, _ = answered(rounds, requests, overlap=overlap, **NAIVE)
-    assert tokens(found) == tokens(expected)
+    texts, _ = answered(rounds, requests, overlap=overlap, **NAIVE)
+    assert tokens(texts) == tokens(expected)
     if not overlap:  # A step more may run where a text has ended.
-        assert counts(found) == counts(answered(eager, requests, **NAIVE)[0])
-    assert sum(accepted for _, accepted in counts(found)) > 5
-    for mine, theirs in zip(reports(found), reports(expected), strict=True):
+        assert counts(texts) == counts(answered(eager, requests, **NAIVE)[0])
+    assert sum(accepted for _, accepted in counts(texts)) > 5
+    for mine, theirs in zip(reports(texts), reports(expected), strict=True):
         assert [entry.token for entry in mine] == [entry.token for entry in theirs]
         for one, other in zip(mine, theirs, strict=True):
             assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
@@ -220,12 +220,12 @@ def test_texts_under_a_grammar_are_those_of_plain_decoding(targets, learned, tem
     rounds, eager, _ = targets("NAIVE", page)
     grammar = eager.compile(GRAMMAR)
     requests = of_every_kind(learned[1], temperature, length=26, grammar=grammar)
-    found, _ = answered(rounds, requests, **NAIVE)
-    assert tokens(found) == plain(eager, requests)
+    texts, _ = answered(rounds, requests, **NAIVE)
+    assert tokens(texts) == plain(eager, requests)
     # The draft token is one that the grammar allows, as where every pass is asked for, and the same
     # but for a rounding error of the head's.
     alone, _ = answered(eager, requests, **NAIVE)
-    mine, single = (np.array(counts(each)).sum(0) for each in (found, alone))
+    mine, single = (np.array(counts(each)).sum(0) for each in (texts, alone))
     assert np.abs(mine - single).max() <= 2 and min(mine[1], single[1]) > 3
 
 
@@ -356,10 +356,10 @@ def test_with_overlap(targets, method, shape, page, temperature):
     rounds, eager, tape = targets(method, page)
     requests = asked(temperature)
     expected, _ = answered(eager, requests, 3, **SHAPES[shape])
-    found, stats = answered(rounds, requests, 3, overlap=True, **SHAPES[shape])
-    assert tokens(found) == tokens(expected)
+    texts, stats = answered(rounds, requests, 3, overlap=True, **SHAPES[shape])
+    assert tokens(texts) == tokens(expected)
     assert stats.carried > 0.3 * stats.steps and tape.launched == tape.done
-    assert [accepted for _, accepted in counts(found)] == [
+    assert [accepted for _, accepted in counts(texts)] == [
         accepted for _, accepted in counts(expected)
     ]
 
@@ -410,11 +410,11 @@ def test_rows_come_go_and_rest(targets, noted, learned, monkeypatch, width):
     requests = mixed(learned[1])  # Of which some wait for a slot.
     with monkeypatch.context() as patch:
         patch.setattr(build_drafting, "FixedPolicy", lambda *_: Uneven())
-        ((found, _), drafts, few), ((expected, _), others, many) = (
+        ((actual, _), drafts, few), ((expected, _), others, many) = (
             noted.during(answered, each, requests, 2, **drafting(5, 5, width, "EAGLE"))
             for each in (rounds, eager)
         )
-    assert tokens(found) == tokens(expected) == plain(eager, requests)
+    assert tokens(actual) == tokens(expected) == plain(eager, requests)
     mine, theirs = firsts(drafts), firsts(others)
     shared = mine.keys() & theirs.keys()
     assert len(shared) > 20 and all(mine[where] == theirs[where] for where in shared)
@@ -434,10 +434,10 @@ def pair(folder, twin, **changes):
 
 def compared(both, noted, requests, **changes):
     """Of two targets whose texts and drafts are the same, the passes that were asked for."""
-    ((found, _), drafts, few), ((expected, _), others, many) = (
+    ((actual, _), drafts, few), ((expected, _), others, many) = (
         noted.during(answered, each, requests, **changes) for each in both
     )
-    assert tokens(found) == tokens(expected)
+    assert tokens(actual) == tokens(expected)
     same_drafts(drafts, others)
     return few, many
 

@@ -78,8 +78,8 @@ def made(samplings):
 def buffers_of(rows, size, samplings, masks):
     slots = np.arange(ROWS, dtype=np.int32)
     words = -(-VOCAB // 32)
-    found = {name: np.zeros(ROWS, np.int32) for name in RULES}
-    found |= {
+    arrays = {name: np.zeros(ROWS, np.int32) for name in RULES}
+    arrays |= {
         "mask_row": np.full(size.total, -1, np.int32),
         "masks": np.zeros((size.total, words), np.int32),
         "slot": slots,
@@ -87,8 +87,8 @@ def buffers_of(rows, size, samplings, masks):
         "tree_intervals": np.tile(intervals(PARENTS)[:, None], (1, ROWS, 1)).reshape(2, -1),
         "temperature": np.array([s.temperature for s in samplings], np.float32).view(np.int32),
     }
-    rows.fill(found, size, slots, masks, np.arange(size.total))
-    return {name: torch.from_numpy(np.ascontiguousarray(values)) for name, values in found.items()}
+    rows.fill(arrays, size, slots, masks, np.arange(size.total))
+    return {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in arrays.items()}
 
 
 def on_torch(logits, samplings, histories, allowed, kernels=SLOW_TWINS):
@@ -110,8 +110,8 @@ def on_torch(logits, samplings, histories, allowed, kernels=SLOW_TWINS):
     )
     # A kernel that is interpreted waits.
     with Watch() if kernels is SLOW_TWINS else nullcontext():
-        found = rows.choose(size, buffers, torch.from_numpy(logits).flatten(0, 1), noise, kernels)
-    return found.view(ROWS, NODES).numpy()
+        choices = rows.choose(size, buffers, torch.from_numpy(logits).flatten(0, 1), noise, kernels)
+    return choices.view(ROWS, NODES).numpy()
 
 
 def on_triton(logits, samplings, histories, allowed):
@@ -193,10 +193,10 @@ def test_choices_are_the_hosts(program, masked):
             allowed[0][:, [9, 11]] = True  # Stop tokens alone.
             allowed[1, 2] = False
         bits = bits_of(allowed) if masked else [None] * (ROWS * NODES)
-        found = CHOSEN[program](logits, samplings, histories, allowed)
+        choices = CHOSEN[program](logits, samplings, histories, allowed)
         for row, (sampling, history) in enumerate(zip(samplings, histories, strict=True)):
             for node, path in enumerate(PATHS):
-                mask, token = bits[NODES * row + node], found[row, node]
+                mask, token = bits[NODES * row + node], choices[row, node]
                 wanted = wanted_of(logits[row, node], sampling, history, path, mask)
                 compared += 1
                 if program == "jax" and token == NOTHING and wanted != NOTHING:
@@ -216,9 +216,9 @@ def test_what_has_no_finite_logit_has_no_choice(program):
     allowed = np.ones(logits.shape, bool)
     allowed[..., [3, 650]] = False
     for mask in (None, allowed):
-        found = CHOSEN[program](logits, [sampling] * ROWS, [history] * ROWS, mask)
-        assert found[0, 0] == found[1, 1] == NOTHING
-        assert (np.delete(found.ravel(), [0, 5]) >= 0).all()
+        choices = CHOSEN[program](logits, [sampling] * ROWS, [history] * ROWS, mask)
+        assert choices[0, 0] == choices[1, 1] == NOTHING
+        assert (np.delete(choices.ravel(), [0, 5]) >= 0).all()
 
 
 @pytest.mark.parametrize("program", CHOSEN)
@@ -227,8 +227,8 @@ def test_min_p_leaves_what_is_just_that_likely(program):
     logits = np.zeros((ROWS, NODES, VOCAB), np.float32)
     logits[..., 1::2], logits[..., 2::2] = np.log(0.2) * 0.99, np.log(0.2) * 1.01
     samplings = [Sampling(min_p=0.2, seed=seed) for seed in range(ROWS)]
-    found = CHOSEN[program](logits, samplings, [History(np.zeros(2, np.int32), 1)] * ROWS, None)
-    assert set(found.ravel() % 2) == {1} and len(set(found.ravel())) > ROWS
+    choices = CHOSEN[program](logits, samplings, [History(np.zeros(2, np.int32), 1)] * ROWS, None)
+    assert set(choices.ravel() % 2) == {1} and len(set(choices.ravel())) > ROWS
 
 
 # --- on torch alone ------------------------------------------------------------------------------
@@ -272,8 +272,8 @@ def test_reports_are_the_hosts(top):
     logits[2, 5:] = -np.inf
     choices = torch.tensor([3, 600, 4, 0, 699, 1], dtype=torch.int32)
     with Watch():
-        found = reported(torch.from_numpy(logits), choices, top).numpy()
-    for line, token, mine in zip(logits, choices.tolist(), found, strict=True):
+        actual = reported(torch.from_numpy(logits), choices, top).numpy()
+    for line, token, mine in zip(logits, choices.tolist(), actual, strict=True):
         wanted = report(line, token, top)
         own, ids, others = mine[:1], mine[1 : 1 + top], mine[1 + top :].view(np.float32)
         assert own.view(np.float32)[0] == pytest.approx(wanted.logprob, abs=1e-5)
@@ -294,9 +294,9 @@ def test_where_top_p_is_a_matter_of_rounding_there_is_no_choice():
         sampling = Sampling(temperature=1.0, top_p=0.75, seed=seed)
         history = History(np.zeros(3, np.int32), 1)
         rows = [replace(sampling, seed=seed * ROWS + row) for row in range(ROWS)]
-        found = on_xla(logits, rows, [history] * ROWS, None)
+        actual = on_xla(logits, rows, [history] * ROWS, None)
         wanted = [wanted_of(logits[0, 0], s, history, (), None) for s in rows]
-        for token, host in zip(found[:, 0], wanted, strict=True):
+        for token, host in zip(actual[:, 0], wanted, strict=True):
             assert token in (host, NOTHING)
             seen.add(int(token))
     assert {NOTHING, 0, 1, 2} == seen
@@ -309,8 +309,8 @@ def test_the_largest_are_the_hosts():
     values[:, ::7] = -np.inf
     values[3] = -0.0
     counts = random.integers(1, 100, 50).astype(np.int32)
-    found = np.asarray(jax.jit(_largest)(values, counts))
-    for line, count, kept in zip(values, counts, found, strict=True):
+    actual = np.asarray(jax.jit(_largest)(values, counts))
+    for line, count, kept in zip(values, counts, actual, strict=True):
         wanted = line.copy()
         _keep_largest(wanted, int(count))
         assert ((kept & (line > -np.inf)) == (wanted > -np.inf)).all()

@@ -100,7 +100,7 @@ def test_windows_caps_experts_latents_and_states_in_rounds_give_the_eager_text(c
 
 
 def test_features_are_those_of_an_eager_step(pair):
-    found = []
+    features = []
     for made in pair[:2]:
         made.request_aux_hidden_states((1, 0))
         with Driver(made) as driver:
@@ -110,9 +110,9 @@ def test_features_are_those_of_an_eager_step(pair):
             tree = as_draft([5, 6, 7], [-1, -1, 0])
             for _ in range(3):
                 done = driver.step([Row(0, draft=tree), Row(1)])
-            found.append(done.outcome.features.tensor().clone())
-    assert found[0].shape == (5, 2 * 64)
-    assert (found[0] - found[1]).abs().max() < 1e-5
+            features.append(done.outcome.features.tensor().clone())
+    assert features[0].shape == (5, 2 * 64)
+    assert (features[0] - features[1]).abs().max() < 1e-5
 
 
 def test_prompts_and_long_trees_run_eagerly(pair):
@@ -138,7 +138,7 @@ def test_a_position_without_a_page_is_refused(pair):
 
 def test_pages_hold_what_an_eager_step_writes(pair):
     """The rounds' commit, number by number, over pages in the same places."""
-    found = []
+    pages = []
     for made in pair[:2]:
         made.cache.parts[0].numbers.zero_()
         with Driver(made, seed=3) as driver:
@@ -150,9 +150,9 @@ def test_pages_hold_what_an_eager_step_writes(pair):
             size = made.limits.page_size
             kept = [p * size + o for p in driver.sequences[0].pages for o in range(size)]
             kept = kept[: driver.sequences[0].kv_len]
-            found.append(made.cache.parts[0].numbers[:, :, :, kept])
-    assert found[0].abs().sum() > 0
-    assert (found[0] - found[1]).abs().max() < 1e-5
+            pages.append(made.cache.parts[0].numbers[:, :, :, kept])
+    assert pages[0].abs().sum() > 0
+    assert (pages[0] - pages[1]).abs().max() < 1e-5
 
 
 @settings(max_examples=100)

@@ -61,9 +61,9 @@ def test_narrow_dtypes_run_and_say_that_bits_may_depend_on_the_batch(
 ):
     narrow = TorchExecutor(checkpoint("qwen3"), limits(tiny.VOCAB), dtype=dtype)
     wide = TorchExecutor(checkpoint("qwen3"), limits(tiny.VOCAB))
-    found = [logits_in_chunks(each, prompt, (20, None))[20:] for each in (narrow, wide)]
+    logits = [logits_in_chunks(each, prompt, (20, None))[20:] for each in (narrow, wide)]
     assert narrow.describe()["batch_invariant"] is False
-    assert 0 < (found[0] - found[1]).std() < error * found[1].std()
+    assert 0 < (logits[0] - logits[1]).std() < error * logits[1].std()
 
 
 def test_the_forward_pass_and_commit_stay_on_the_device(checkpoint, prompt):

@@ -82,16 +82,16 @@ OTHERS = {
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Checkpoints in the formats, by name and family."""
-    found = {}
+    result = {}
 
     def build(name, family="llama", formats=FORMATS):
-        if (name, family) not in found:
+        if (name, family) not in result:
             settings, pack = formats[name]
             path = tmp_path_factory.mktemp(name) / "tiny"
             hf = tiny.model(family, max_position_embeddings=512)
             packers.quantise(tiny.save_folder(hf, path), settings, pack)
-            found[name, family] = FolderCheckpoint(path)
-        return found[name, family]
+            result[name, family] = FolderCheckpoint(path)
+        return result[name, family]
 
     return build
 
@@ -147,8 +147,8 @@ def test_ranks_keep_their_parts(made, name):
         for each, matrix in kept.items():
             assert matrix.shape == part.shape(each)
             expected = torch.from_numpy(np.array(part.tensor(each)))
-            found = loaded([matrix], CPU).widened(0, matrix.shape[0])
-            assert torch.equal(found, expected), each
+            actual = loaded([matrix], CPU).widened(0, matrix.shape[0])
+            assert torch.equal(actual, expected), each
 
 
 def test_progress_counts_what_is_kept(made):
@@ -207,9 +207,9 @@ def test_which_products_keep_what(made):
 def test_groups_that_no_product_reads_are_widened(made):
     checkpoint = made("awq-16", formats=OTHERS)
     assert not kept_matrices(checkpoint)
-    found = executor(checkpoint)
-    assert products(found.decoder) == [Linear] * 4 * checkpoint.architecture.layers
-    assert "widened" in found.describe()["dtype"]
+    opened = executor(checkpoint)
+    assert products(opened.decoder) == [Linear] * 4 * checkpoint.architecture.layers
+    assert "widened" in opened.describe()["dtype"]
 
 
 def test_experts_are_widened_and_the_sentence_says_how_many_are_kept(made):
@@ -257,11 +257,11 @@ def test_the_line_at_the_start_says_what_is_kept_and_what_it_takes(made):
     )
     said = []
     for dtype in ("file", "float32"):
-        with warnings.catch_warnings(record=True) as found:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             target = open_target(replace(config, dtype=dtype))
         target.close()
-        said.append(next(str(each.message) for each in found if "few bits" in str(each.message)))
+        said.append(next(str(each.message) for each in warned if "few bits" in str(each.message)))
     count = 7 * checkpoint.architecture.layers
     kept = f"here weights 4-bit integers in groups of 32 ({count} matrices) as in the file"
     assert kept in said[0]
@@ -311,5 +311,5 @@ def test_ggufs_of_four_and_eight_bits_are_kept(tmp_path):
         for name, matrix in kept.items():
             assert matrix.group == group and grouped_of(checkpoint, name) is not None
             expected = torch.from_numpy(np.array(checkpoint.tensor(name)))
-            found = loaded([matrix], CPU).widened(0, matrix.shape[0])
-            assert torch.equal(found, expected), (kind, name)
+            actual = loaded([matrix], CPU).widened(0, matrix.shape[0])
+            assert torch.equal(actual, expected), (kind, name)

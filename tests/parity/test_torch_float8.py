@@ -46,14 +46,14 @@ def test_the_product_is_nearly_the_wide_one(inputs, bias):
     weight, x = torch.randn(48, inputs), torch.randn(9, inputs)
     made = FewBitsLinear(rounded(weight), bias, IN_TORCH)
     expected = torch.nn.functional.linear(x, weight, bias)
-    found = made(x)
+    actual = made(x)
     assert made.shape == (48, inputs)
-    assert 0.005 < (found - expected).norm() / expected.norm() < 0.05
+    assert 0.005 < (actual - expected).norm() / expected.norm() < 0.05
     # The same numbers, multiplied one by one.
     numbers, scale = float8_rows(weight)
     wide = x.double() @ (numbers.double() * scale.double()).T
     wide = wide if bias is None else wide + bias
-    torch.testing.assert_close(found.double(), wide, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(actual.double(), wide, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3_text", "qwen2_moe"])
@@ -61,8 +61,8 @@ def test_the_executor_in_float8(checkpoint, random, family):
     tokens = random.integers(0, tiny.VOCAB, 60)
     narrow = TorchExecutor(checkpoint(family), limits(tiny.VOCAB), dtype="float8")
     wide = TorchExecutor(checkpoint(family), limits(tiny.VOCAB))
-    found, expected = (logits_in_chunks(executor, tokens, [40, 20]) for executor in (narrow, wide))
-    assert 0.01 < (found - expected).norm() / expected.norm() < 0.3
+    logits, expected = (logits_in_chunks(executor, tokens, [40, 20]) for executor in (narrow, wide))
+    assert 0.01 < (logits - expected).norm() / expected.norm() < 0.3
     buffers = narrow.describe()
     assert (buffers["dtype"], buffers["batch_invariant"]) == ("float8", False)
     half = TorchExecutor(checkpoint(family), limits(tiny.VOCAB), dtype="bfloat16").describe()
@@ -103,8 +103,8 @@ def test_float8_pages_cost_little_and_take_half(checkpoint, random):
     tokens = random.integers(0, tiny.VOCAB, 60)
     narrow = TorchExecutor(checkpoint(), limits(tiny.VOCAB), kv_dtype="float8")
     wide = TorchExecutor(checkpoint(), limits(tiny.VOCAB))
-    found, expected = (logits_in_chunks(executor, tokens, [40, 20]) for executor in (narrow, wide))
-    assert 1e-4 < (found - expected).norm() / expected.norm() < 0.1
+    logits, expected = (logits_in_chunks(executor, tokens, [40, 20]) for executor in (narrow, wide))
+    assert 1e-4 < (logits - expected).norm() / expected.norm() < 0.1
     buffers = narrow.describe()
     assert (buffers["kv_dtype"], buffers["batch_invariant"]) == ("float8", True)
     head = wide.decoder.arch.head_size
@@ -113,7 +113,7 @@ def test_float8_pages_cost_little_and_take_half(checkpoint, random):
     assert held == buffers["cache_bytes"]
     # The same bits in other chunks: what a chunk's own tokens see is rounded too.
     again = logits_in_chunks(narrow, tokens, [7, 33, 20])
-    assert torch.equal(found, again)
+    assert torch.equal(logits, again)
 
 
 def test_rounds_in_float8_run(checkpoint, monkeypatch):

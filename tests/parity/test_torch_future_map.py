@@ -100,10 +100,10 @@ def entered(carry, size, slots, bounds):
     buffers["slot"][:many] = slots
     sized.whole.copy_(staging.whole)
     with Watch():
-        found = future.resume(carry, size, sized.buffers)
+        facts = future.resume(carry, size, sized.buffers)
     again = triton_future.resume(carry, size, sized.buffers)
-    assert all(torch.equal(again[name], values) for name, values in found.items())
-    return {name: values.numpy() for name, values in found.items()}
+    assert all(torch.equal(again[name], values) for name, values in facts.items())
+    return {name: values.numpy() for name, values in facts.items()}
 
 
 def seen(enter, leave):
@@ -165,10 +165,10 @@ def test_rows_that_are_not_ahead_keep_their_facts():
         values[...] = random.integers(1, 4, values.shape)
     buffers["carried"][:] = 0
     sized.whole.copy_(staging.whole)
-    found = future.resume(carry, size, sized.buffers)
+    resumed = future.resume(carry, size, sized.buffers)
     again = triton_future.resume(carry, size, sized.buffers)
-    assert all(torch.equal(again[name], values) for name, values in found.items())
-    assert all((found[name].numpy() == values).all() for name, values in buffers.items())
+    assert all(torch.equal(again[name], values) for name, values in resumed.items())
+    assert all((resumed[name].numpy() == values).all() for name, values in buffers.items())
 
 
 def test_a_round_that_grows_nothing_leaves_no_guesses():
@@ -199,7 +199,7 @@ def test_the_kernel_leaves_what_its_twin_leaves(seed, width, levels, nodes):
         kept.sum(1, dtype=torch.int32),
         there(random.integers(0, nodes, 3).astype(np.int32)),
     )
-    found = []
+    carries = []
     for leave in (future.leave, triton_future.leave):
         random = np.random.default_rng(seed)
         carry = room_for(Size(1, 1, max(levels, 1), width))
@@ -212,5 +212,5 @@ def test_the_kernel_leaves_what_its_twin_leaves(seed, width, levels, nodes):
         record = Record.of(size, sized.record)
         leave(carry, size, sized.buffers, accepted, record)
         state = carry
-        found.append((state.state, state.tokens, state.parents, state.value, sized.record))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        carries.append((state.state, state.tokens, state.parents, state.value, sized.record))
+    assert all(torch.equal(one, other) for one, other in zip(*carries, strict=True))

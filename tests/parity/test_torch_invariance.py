@@ -67,7 +67,7 @@ def plain_texts(executor, asked, output, chunk):
     samplings = [
         Sampling(temperature=1.0, seed=seed, prompt_logprobs=0, logprobs=0) for _, seed in asked
     ]
-    found = [[] for _ in asked]
+    texts = [[] for _ in asked]
     with Driver(executor, asked[0][1]) as driver:
         for slot, ((prompt, _), sampling) in enumerate(zip(asked, samplings, strict=True)):
             driver.open(slot, prompt, sampling)
@@ -79,13 +79,13 @@ def plain_texts(executor, asked, output, chunk):
             result = driver.step([Row(slot, known=chunk) for slot in slots])
             for row, slot in enumerate(slots):
                 nodes = range(len(result.trees.nodes(row)))
-                found[slot] += [result.logits(row, node) for node in nodes]
+                texts[slot] += [result.logits(row, node) for node in nodes]
         return [
             Text(
                 driver.sequences[slot].tokens[: len(prompt) + output],
                 len(prompt),
                 samplings[slot],
-                torch.stack(found[slot]),
+                torch.stack(texts[slot]),
             )
             for slot, (prompt, _) in enumerate(asked)
         ]
@@ -346,9 +346,9 @@ def test_elementwise_bits_do_not_depend_on_the_place(rows):
     # In float64: torch's own float32 loses digits of a GELU far below zero.
     exact, up = gate.double(), up.double()
     gelu, tanh = torch.nn.functional.gelu, partial(torch.nn.functional.gelu, approximate="tanh")
-    for found, function in zip(whole, (torch.nn.functional.silu, tanh, gelu), strict=False):
+    for actual, function in zip(whole, (torch.nn.functional.silu, tanh, gelu), strict=False):
         expected = (function(exact) * up).float()
-        torch.testing.assert_close(found[:rows], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual[:rows], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_padded_rows():

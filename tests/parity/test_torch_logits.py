@@ -252,12 +252,12 @@ WINDOWS = [(family, n, windowed(family, n)) for family in tiny.LLAMAS[1:]
 )
 def test_logits_are_those_of_transformers(checkpoint, random, family, name, changes):
     """The logits of a text, in chunks and then token by token, are the oracle's."""
-    found = checkpoint(family, **changes)
-    windows = {spec.attention.window for spec in found.architecture.layer_specs}
+    source = checkpoint(family, **changes)
+    windows = {spec.attention.window for spec in source.architecture.layer_specs}
     assert changes.get("sliding_window", min(windows, key=str)) in windows
     tokens = random.integers(0, tiny.VOCAB, 290)
-    expected = expected_logits(found, tokens)
-    executor = TorchExecutor(found, limits(tiny.VOCAB))
+    expected = expected_logits(source, tokens)
+    executor = TorchExecutor(source, limits(tiny.VOCAB))
     assert executor.describe()["batch_invariant"]
     logits = logits_in_chunks(executor, tokens, [170, 10, 106, *[1] * 4])
     assert expected.std() > 0.5
@@ -271,10 +271,10 @@ BRANCHING = ["gemma2", "gemma3_text", "qwen2_moe", "qwen3_moe", *FURTHER]
 def test_every_node_of_a_tree_is_a_token_of_its_path(checkpoint, random, family, page_size):
     """Branches longer than the window, from a prefix longer than it, over shuffled pages."""
     changes = {"sliding_window": 5} if family.startswith(("gemma", "gpt")) else {}
-    found = checkpoint(family, **changes)
-    executor = TorchExecutor(found, limits(tiny.VOCAB, page_size=page_size, pages=400))
+    source = checkpoint(family, **changes)
+    executor = TorchExecutor(source, limits(tiny.VOCAB, page_size=page_size, pages=400))
     for text, logits in paths_of_a_tree(executor, random):
-        assert (logits - expected_logits(found, text)[40:]).abs().max() < 1e-4
+        assert (logits - expected_logits(source, text)[40:]).abs().max() < 1e-4
 
 
 def test_norms_after_attention_and_feed_forward_alone():
@@ -285,7 +285,7 @@ def test_norms_after_attention_and_feed_forward_alone():
     source = RandomCheckpoint(arch)
     decoder = Decoder(source, torch.device("cpu"), torch.float32)
     tokens, positions = torch.arange(5, 9), torch.zeros(4, dtype=torch.int64)
-    found, _ = decoder.forward(
+    logits, _ = decoder.forward(
         tokens, decoder.rotary(positions), apart(lambda layer, q, k, v, sinks: v.repeat(1, 2, 1))
     )
 
@@ -301,30 +301,30 @@ def test_norms_after_attention_and_feed_forward_alone():
     opened, up = (x @ weight(f"mlp.{part}_proj").T for part in ("gate", "up"))
     fed = (torch.nn.functional.silu(opened) * up) @ weight("mlp.down_proj").T
     x = x + normed(fed, "post_feedforward_layernorm")
-    torch.testing.assert_close(found, x, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits, x, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
 def test_embeddings_are_scaled_in_the_activations_dtype(checkpoint, random, family):
-    found = checkpoint(family, hidden_size=96)  # sqrt(96) is no bfloat16.
-    decoder = Decoder(found, torch.device("cpu"), torch.bfloat16)
+    source = checkpoint(family, hidden_size=96)  # sqrt(96) is no bfloat16.
+    decoder = Decoder(source, torch.device("cpu"), torch.bfloat16)
     tokens = torch.from_numpy(random.integers(0, tiny.VOCAB, 20))
     positions = torch.arange(20)
     _, (entering,) = decoder.forward(
         tokens, decoder.rotary(positions), apart(lambda layer, q, k, v, sinks: q), (0,)
     )
-    expected = tiny.reference(found).bfloat16().model.embed_tokens(tokens)
+    expected = tiny.reference(source).bfloat16().model.embed_tokens(tokens)
     assert torch.equal(entering, expected)
 
 
 def test_features_are_the_hidden_states_of_transformers(checkpoint, random):
-    found = checkpoint("qwen3")
+    source = checkpoint("qwen3")
     tokens = random.integers(0, tiny.VOCAB, 50)
     with torch.no_grad():
-        output = tiny.reference(found).model(
+        output = tiny.reference(source).model(
             torch.from_numpy(tokens)[None], output_hidden_states=True
         )
-    executor = TorchExecutor(found, limits(tiny.VOCAB))
+    executor = TorchExecutor(source, limits(tiny.VOCAB))
     executor.request_aux_hidden_states((1, 0))
     with Driver(executor) as driver:
         driver.open(0, tokens)

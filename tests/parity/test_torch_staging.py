@@ -66,10 +66,10 @@ def matrices(checkpoint, dtype, lanes):
     weights = Weights(checkpoint, CPU, dtype, Linear)
     weights._staging = Staging(made) if made else None
     names = [name for name in checkpoint.names() if len(checkpoint.shape(name)) == 2]
-    found = {name: weights.matrix(name) for name in names}
+    result = {name: weights.matrix(name) for name in names}
     for run in device:
         run()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -77,9 +77,9 @@ def matrices(checkpoint, dtype, lanes):
 def test_staged_weights_are_those_of_plain_copies(stored, dtype, lanes, monkeypatch):
     monkeypatch.setattr(module, "PIECE", 1000)  # A few rows.
     expected = matrices(stored, dtype, [])
-    found = matrices(stored, dtype, [LateLane] * lanes)
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    actual = matrices(stored, dtype, [LateLane] * lanes)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 def test_what_a_thread_raises_is_raised():

@@ -46,19 +46,19 @@ def below(rows, width, vocab, seed, hot=True):
 @pytest.mark.parametrize(("rows", "levels", "width", "vocab", "hot"), GROWN)
 def test_levels_are_grown_as_in_plain_torch(rows, levels, width, vocab, hot):
     size, places = Levels(levels, width), full_size(width, levels)
-    found, expected = torch.full((2, 3, rows, places), -9, dtype=torch.int32)
+    actual, expected = torch.full((2, 3, rows, places), -9, dtype=torch.int32)
     given = below(rows, width, vocab, rows, hot)
     for level, (ids, logits, noise) in zip(range(levels), given, strict=False):
         chosen = None
         if level and width > 1:
             chosen = torch.arange(width).flip(0).sort().values.expand(rows, -1).contiguous()
-        for work, out in ((draft.grow, found), (grow, expected)):
+        for work, out in ((draft.grow, actual), (grow, expected)):
             work(logits, ids, noise, size, level, out, chosen)
-    assert torch.equal(found[1], expected[1])
-    values = [each[2].view(torch.float32) for each in (found, expected)]
+    assert torch.equal(actual[1], expected[1])
+    values = [each[2].view(torch.float32) for each in (actual, expected)]
     torch.testing.assert_close(*values, rtol=1e-4, atol=1e-4)
-    assert not hot or torch.equal(found[0], expected[0])
-    assert (values[0] <= 0).all() and not (found == -9).any()
+    assert not hot or torch.equal(actual[0], expected[0])
+    assert (values[0] <= 0).all() and not (actual == -9).any()
 
 
 @pytest.mark.slow
@@ -109,9 +109,9 @@ def test_children_that_depend_on_what_stands_above(width):
         torch.tensor([-1.5, -torch.inf]),
         noise_of([(SEEDS[0], 5, 0.0), (SEEDS[1], 9, 0.7)]),
     )
-    (found, values), (wanted, worth) = (work(*given, width) for work in (draft.children, children))
+    (actual, values), (wanted, worth) = (work(*given, width) for work in (draft.children, children))
     there = worth > -torch.inf
-    assert torch.equal(found[there], wanted[there])
+    assert torch.equal(actual[there], wanted[there])
     torch.testing.assert_close(values, worth, rtol=1e-4, atol=1e-4)
     assert there[0].all() and there[4].sum() == min(width, 2)
 
@@ -138,14 +138,14 @@ def test_the_rows_ends_are_followed(width):
     read = torch.randn(total, hidden, generator=random).bfloat16()
     passed = torch.randn(total, width, generator=random).bfloat16()
     for size in (Levels(1, 1), Levels(3, 1), Levels(3, 4)):
-        found = []
+        results = []
         for work in (draft.follow, follow):
             outputs = torch.zeros(11, width).bfloat16()
             extended = Extended(read, passed, outputs, 7)
             made = work(extended, accepted, prepared, facts, size)
             outputs[-1] = 0  # Nobody's.
-            found.append((made, outputs))
-        (one, its), (other, others) = found
+            results.append((made, outputs))
+        (one, its), (other, others) = results
         assert torch.equal(its, others) and its[9].any() == its[7].any() == (width > 0)
         for name in ("read", "hidden", "kv_len", "position"):
             assert torch.equal(getattr(one, name), getattr(other, name)), name
@@ -177,12 +177,12 @@ def test_frontiers_are_those_of_plain_torch(shape, roots, passed):
             work(grown, size, level, hidden, None if before is None else before.above, roots)
             for work, before in zip((draft.descend, descend), frontiers, strict=True)
         ]
-        found, expected = frontiers
+        actual, expected = frontiers
         for name in ("chosen", "tokens", "hidden", "above", "tree_intervals"):
-            one, other = getattr(found, name), getattr(expected, name)
+            one, other = getattr(actual, name), getattr(expected, name)
             assert (one.dtype, one.shape) == (other.dtype, other.shape), name
             assert torch.equal(one, other) and one.is_contiguous(), name
-    assert found.tree_intervals.max() == width
+    assert actual.tree_intervals.max() == width
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -195,10 +195,10 @@ def test_what_a_draft_model_reads_is_joined(dtype, hidden_first):
     inputs = embedding, hidden, norms, 1e-5, hidden_first
     expected = PLAIN.draft_inputs(tokens, *inputs)
     for kind in (torch.int32, torch.int64):
-        found = draft.draft_inputs(tokens.to(kind), *inputs)
-        assert (found.dtype, found.shape) == (dtype, (3, 2 * width))
+        actual = draft.draft_inputs(tokens.to(kind), *inputs)
+        assert (actual.dtype, actual.shape) == (dtype, (3, 2 * width))
         error = {"rtol": 1e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {}
-        torch.testing.assert_close(found, expected, **error)
+        torch.testing.assert_close(actual, expected, **error)
     normed = PLAIN.norm(hidden, norms[1], 1e-5)
     beside = expected[:, :width] if hidden_first else expected[:, width:]
     assert torch.equal(beside, normed)
@@ -206,9 +206,9 @@ def test_what_a_draft_model_reads_is_joined(dtype, hidden_first):
 
 def test_positions_are_turned():
     positions, frequencies = torch.tensor([0, 1, 77, 4000]).int(), torch.logspace(0, -4, 20)
-    for found, expected in zip(
+    for actual, expected in zip(
         draft.rotation(positions, frequencies, 1.2),
         rotation(positions, frequencies, 1.2),
         strict=True,
     ):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

@@ -32,14 +32,14 @@ def stacked(kind, count, outputs, inputs):
 
 def by_hand(x, matrices, chosen):
     """[M*k,out] of each pair on its own, in float64."""
-    found = []
+    rows = []
     for row, mine in zip(x.double(), chosen, strict=True):
         for expert in mine.tolist():
             product = matrices.numbers[expert].double() @ row
             if matrices.scale is not None:
                 product = product * matrices.scale[expert]
-            found.append(product + (0 if matrices.bias is None else matrices.bias[expert]))
-    return torch.stack(found).float()
+            rows.append(product + (0 if matrices.bias is None else matrices.bias[expert]))
+    return torch.stack(rows).float()
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "float8"])
@@ -120,15 +120,15 @@ def test_routes_by_hand(router):
             groups[group] = -np.inf
         best = np.argsort(-groups.ravel())[:3]
         assert chosen[row].tolist() == best.tolist()
-        found = scores[best] / (scores[best].sum() if router.normalised else 1) * router.scale
-        np.testing.assert_allclose(weights[row].numpy(), found, rtol=1e-5)
+        actual = scores[best] / (scores[best].sum() if router.normalised else 1) * router.scale
+        np.testing.assert_allclose(weights[row].numpy(), actual, rtol=1e-5)
 
 
 def test_a_mixture_that_only_launches_never_waits(checkpoint):
     """Where a device has the grouped product, the host need not know which rows go where."""
-    found = checkpoint("qwen3_moe")
-    weights = Weights(found, torch.device("cpu"), torch.float32, Linear)
-    about = found.architecture.layer_specs[0].feed_forward
+    source = checkpoint("qwen3_moe")
+    weights = Weights(source, torch.device("cpu"), torch.float32, Linear)
+    about = source.architecture.layer_specs[0].feed_forward
     parts = replace(PLAIN, grouped=grouped_loop)
     launched = Mixture(weights, "model.layers.0.mlp", about, parts)
     waiting = Mixture(weights, "model.layers.0.mlp", about, PLAIN)

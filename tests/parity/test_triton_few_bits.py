@@ -44,8 +44,8 @@ def test_the_kernel_is_its_twin_and_the_formats_definition(form, sized, rows):
     x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows))
     expected = (x.double() @ wide.t()).float()
     for product in (kernels.product, few_bits_product):
-        found = product(x, made, None)
-        torch.testing.assert_close(found, expected, atol=2e-4, rtol=2e-5)
+        actual = product(x, made, None)
+        torch.testing.assert_close(actual, expected, atol=2e-4, rtol=2e-5)
     assert not made.through.any()
 
 
@@ -53,8 +53,8 @@ def test_the_kernel_is_its_twin_and_the_formats_definition(form, sized, rows):
 @pytest.mark.parametrize("rows", [1, 33, FEW + 7])
 def test_weights_rounded_to_float8_are_read_by_the_kernel(shape, rows):
     made, x = rounded(torch.randn(shape)), torch.randn(rows, shape[1])
-    found = kernels.product(x, made, None)
-    torch.testing.assert_close(found, few_bits_product(x, made, None), atol=2e-4, rtol=2e-5)
+    actual = kernels.product(x, made, None)
+    torch.testing.assert_close(actual, few_bits_product(x, made, None), atol=2e-4, rtol=2e-5)
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8"])
@@ -83,10 +83,10 @@ def test_sixteen_bits_hold_the_numbers_exactly(kind, zeros):
     x = torch.randn(5, 256).bfloat16()
     expected = x.double() @ wide.t()
     for product in (kernels.product, few_bits_product):
-        found = product(x, made, None)
-        assert found.dtype == torch.bfloat16
+        actual = product(x, made, None)
+        assert actual.dtype == torch.bfloat16
         # Half a step of the result, and what 256 sums in float32 may be off by.
-        assert ((found.double() - expected).abs() <= expected.abs() / 256 + 1e-4).all()
+        assert ((actual.double() - expected).abs() <= expected.abs() / 256 + 1e-4).all()
 
 
 class FixedDot:
@@ -99,12 +99,12 @@ class FixedDot:
         whole = builder.create_dot
 
         def each_row(self, a, b, d, *rest):
-            found = np.zeros((a.data.shape[0], b.data.shape[1]), np.float32)
+            product = np.zeros((a.data.shape[0], b.data.shape[1]), np.float32)
             left, right = a.data.astype(np.float32), b.data.astype(np.float32)
             for column in range(left.shape[1]):
-                found += left[:, column, None] * right[column]
+                product += left[:, column, None] * right[column]
             made = whole(self, a, b, d, *rest)
-            made.data = found + d.data
+            made.data = product + d.data
             return made
 
         monkeypatch.setattr(builder, "create_dot", each_row)
@@ -147,13 +147,13 @@ def test_a_gate_in_the_product_is_the_product_and_then_the_gate(
     made, wide = weight("int4", (outputs, inputs), 128, True)
     assert (kernels.splits_of(made)[0] > 1) == (inputs > 1000)
     x, bias = torch.randn(rows, inputs) / 8, torch.randn(outputs)
-    found = kernels.gated_product(x, made, bias, activation)
+    actual = kernels.gated_product(x, made, bias, activation)
     gate = {"silu": layers.gate, "gelu_tanh": layers.gelu_gate, "clamped_silu": layers.clamped_gate}
     apart = kernels.product(x, made, bias)
-    assert torch.equal(found, gate[activation](*apart.chunk(2, -1)))
+    assert torch.equal(actual, gate[activation](*apart.chunk(2, -1)))
     twin = PLAIN.gate_for(activation)
     expected = twin(*(x.double() @ wide.t() + bias).float().chunk(2, -1))
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
     assert not made.through.any()
 
 
@@ -161,8 +161,8 @@ def test_many_rows_are_gated_behind_the_library():
     made, _ = weight("int4", (66, 64), 64, True)
     x = torch.randn(FEW + 1, 64)
     expected = PLAIN.gate(*few_bits_product(x, made, None).chunk(2, -1))
-    found = kernels.gated_product(x, made, None, "silu")
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    actual = kernels.gated_product(x, made, None, "silu")
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_feed_forward_has_its_gate_in_the_product():
@@ -185,14 +185,14 @@ def test_columns_are_split_by_the_weight_alone():
     """4096 outputs are 64 tiles, for which 4096 columns are split among 8 programs; wide weights
     have tiles enough, and no program has fewer than LEAST columns.
     """
-    found = {}
+    split_of = {}
     for outputs, inputs in ((4096, 4096), (4096, 14_336), (28_672, 4096), (512, 1024), (64, 256)):
         made, _ = weight("int4", (1, inputs), 128, True)
         numbers = made.numbers.expand(-1, outputs, -1)
         splits, each = kernels.splits_of(replace(made, shape=(outputs, inputs), numbers=numbers))
         assert (splits - 1) * each < inputs // 128 <= splits * each
-        found[outputs, inputs] = splits
-    assert list(found.values()) == [8, 8, 1, 2, 1]
+        split_of[outputs, inputs] = splits
+    assert list(split_of.values()) == [8, 8, 1, 2, 1]
 
 
 def test_a_product_only_launches():

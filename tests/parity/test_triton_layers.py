@@ -14,12 +14,12 @@ layers = load("triton.triton_layers")
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def same(found, expected):
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
+def same(actual, expected):
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
     # One rounding of bfloat16 apart, where the sums' order decides it.
-    tolerance = {"rtol": 1e-2, "atol": 1e-2} if found.dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(found, expected, **tolerance)
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if actual.dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(actual, expected, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -35,9 +35,9 @@ def test_norm(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_norm(dtype):
     """The gate is a part of a wider row."""
-    found, weight = torch.randn(5, 3, 24) * 2, torch.rand(24)
+    actual, weight = torch.randn(5, 3, 24) * 2, torch.rand(24)
     gate = torch.randn(5, 100).to(dtype)[:, 20:92].unflatten(-1, (3, 24))
-    wanted = found, weight, 1e-5, gate
+    wanted = actual, weight, 1e-5, gate
     same(layers.gated_norm(*wanted), PLAIN.gated_norm(*wanted))
 
 
@@ -60,10 +60,10 @@ def test_rotate(dtype, size):
 def test_add_norm(dtype):
     x, more = torch.randn(2, 5, 2 * 96).to(dtype)[:, :, 30:126]
     weight = torch.rand(96)
-    for found, expected in zip(
+    for actual, expected in zip(
         layers.add_norm(x, more, weight, 1e-5), PLAIN.add_norm(x, more, weight, 1e-5), strict=True
     ):
-        same(found, expected)
+        same(actual, expected)
 
 
 def heads_of(dtype, size=16, normed=True, poison=None, late=False):
@@ -104,21 +104,21 @@ def test_heads_are_normed_turned_and_written(dtype, normed, late, size):
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf])
 @pytest.mark.parametrize("kinds", [torch.float32, FLOAT8])
 def test_what_is_not_finite_stays_in_its_key(poison, kinds):
-    (_, found), (_, expected) = written(heads_of(torch.float32, poison=poison), kinds)
-    for keys, values in (found, expected):
+    (_, actual), (_, expected) = written(heads_of(torch.float32, poison=poison), kinds)
+    for keys, values in (actual, expected):
         assert keys[0, 1].isnan().any() and keys[1, 2].isnan().any()
         assert values.isfinite().all() and keys[:, [0, 3, 4]].isfinite().all()
-    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(actual.isnan(), expected.isnan())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_heads_are_written_into_float8(dtype):
     heads = heads_of(dtype, normed=False)
     heads.qkv[3, 3:] = 0.0
-    (_, found), (_, expected) = written(heads, FLOAT8)
+    (_, actual), (_, expected) = written(heads, FLOAT8)
     # But for what lies at the edge between two numbers.
-    assert ((found - expected).abs() > 1e-6).float().mean() < 0.02
+    assert ((actual - expected).abs() > 1e-6).float().mean() < 0.02
     _, keys, values = heads.turned()
     wide = torch.stack([keys, values]).float().transpose(1, 2)
     half = wide.abs() / 16 + wide.abs().amax(-1, keepdim=True) / 448 / 512
-    assert ((found - wide).abs() <= 1.001 * half + 1e-6).all()
+    assert ((actual - wide).abs() <= 1.001 * half + 1e-6).all()

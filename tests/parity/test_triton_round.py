@@ -77,17 +77,17 @@ def test_facts_say_the_same_of_every_node(seed):
     facts = facts_of(Size(4, 6), trees_of(seed), [True, True, seed % 2 == 0], seed)
     frequencies = torch.stack([torch.logspace(0, -3, 8), torch.logspace(0, -5, 8)])
     shape = RoundShape(16, 1000, frequencies, torch.tensor([1.0, 1.3]))
-    found, expected = rounds.prepare(facts, shape), prepare(facts, shape)
+    actual, expected = rounds.prepare(facts, shape), prepare(facts, shape)
     for name in ("position", "pages", "slots"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
-        assert getattr(found, name).dtype == torch.int32
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+        assert getattr(actual, name).dtype == torch.int32
     for name in ("seeds", "positions", "temperatures"):
-        assert torch.equal(getattr(found.noise, name), getattr(expected.noise, name)), name
-    for one, other in zip(found.rotary, expected.rotary, strict=True):
+        assert torch.equal(getattr(actual.noise, name), getattr(expected.noise, name)), name
+    for one, other in zip(actual.rotary, expected.rotary, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     # The chain's nodes go into its pages, the tree's into scratch, the padding's too.
-    slots = found.slots.view(4, 6)
-    assert torch.equal(slots[0, :4], found.pages.view(4, 6)[0, :4])
+    slots = actual.slots.view(4, 6)
+    assert torch.equal(slots[0, :4], actual.pages.view(4, 6)[0, :4])
     assert (slots[0, 4:] >= 1000).all() and (slots[1] >= 1000).all() and (slots[3] >= 1000).all()
     assert (slots[2, 0] < 1000) == (seed % 2 == 0)
 
@@ -101,11 +101,11 @@ def test_nodes_are_where_their_window_pages_are(nodes):
     slots[::2] += 1000
     table = torch.randint(0, 20, (3, 6), generator=random, dtype=torch.int32)
     shape = RoundShape(16, 1000, torch.ones(1, 4), torch.ones(1))
-    found = rounds.near(position, slots, table, shape, 600)
-    for one, other in zip(found, near(position, slots, table, shape, 600), strict=True):
+    places = rounds.near(position, slots, table, shape, 600)
+    for one, other in zip(places, near(position, slots, table, shape, 600), strict=True):
         assert torch.equal(one, other) and one.dtype == torch.int32
-    assert torch.equal(found[0][::2], slots[::2] - 600)
-    assert torch.equal(found[0][1::2], found[1][1::2])
+    assert torch.equal(places[0][::2], slots[::2] - 600)
+    assert torch.equal(places[0][1::2], places[1][1::2])
 
 
 @pytest.mark.parametrize("seed", spread(range(12), 6))
@@ -117,16 +117,16 @@ def test_paths_are_kept_as_by_the_rule(seed):
     logits[:, :3] += 20
     logits[seed] = torch.nan
     records = torch.full((2, 24), -7, dtype=torch.int32)
-    found = rounds.accept(logits.bfloat16(), noise, facts, records[0])
+    actual = rounds.accept(logits.bfloat16(), noise, facts, records[0])
     expected = accept(logits.bfloat16(), noise, facts, records[1])
     assert torch.equal(*records)
     for name in ("choices", "kept", "count", "last"):
-        assert torch.equal(getattr(found, name), getattr(expected, name)), name
-    assert seed or found.kept.any()
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), name
+    assert seed or actual.kept.any()
     # From choices that were made elsewhere.
-    again = rounds.keep(found.choices, facts, records[1])
-    assert torch.equal(*records) and torch.equal(again.kept, found.kept)
-    assert torch.equal(again.choices, found.choices)
+    again = rounds.keep(actual.choices, facts, records[1])
+    assert torch.equal(*records) and torch.equal(again.kept, actual.kept)
+    assert torch.equal(again.choices, actual.choices)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FLOAT8])
@@ -134,7 +134,7 @@ def test_paths_are_kept_as_by_the_rule(seed):
 def test_kept_numbers_are_moved(dtype, chosen):
     source, target = torch.tensor([70, 71, 72, 3]), torch.tensor([5, 71, 9, 20])
     kept = torch.tensor([True, True, False, True]) if chosen else None
-    found = []
+    results = []
     for move in (rounds.move, PagedCache.move):
         cache = PagedCache(KvShape((CacheLayer(3, 16),) * 2), limits(8), CPU, dtype)
         random = torch.Generator().manual_seed(0)
@@ -144,10 +144,10 @@ def test_kept_numbers_are_moved(dtype, chosen):
             part.scales.copy_(torch.rand(part.scales.shape, generator=random))
         before = part.numbers.float()
         move(cache, source.int(), target.int(), kept)
-        found.append((part.numbers.float(), part.scales))
+        results.append((part.numbers.float(), part.scales))
         assert (before != part.numbers.float()).any()
-    assert torch.equal(found[0][0], found[1][0])
-    assert dtype != FLOAT8 or torch.equal(found[0][1], found[1][1])
+    assert torch.equal(results[0][0], results[1][0])
+    assert dtype != FLOAT8 or torch.equal(results[0][1], results[1][1])
 
 
 @pytest.mark.slow
@@ -197,11 +197,11 @@ def test_rounds_of_interpreted_kernels_grow_the_trees_of_single_passes(
     monkeypatch.setattr(Tape, "capture", lambda self, work: work)
     rounds = open_target(configured(folders, method, 16))
     requests = wanted(PROMPTS[:2], 8, 0.8)
-    found, expected = (
+    actual, expected = (
         answered(target, requests, 1, **drafting(5, 3, 2))[0] for target in (rounds, eager)
     )
     assert rounds.executor.describe()["rounds"] > 1
     rounds.close()
     eager.close()
-    assert tokens(found) == tokens(expected) and counts(found) == counts(expected)
-    assert sum(accepted for _, accepted in counts(found)) > 3
+    assert tokens(actual) == tokens(expected) and counts(actual) == counts(expected)
+    assert sum(accepted for _, accepted in counts(actual)) > 3

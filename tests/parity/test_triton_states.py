@@ -72,19 +72,19 @@ def copied(tables):
     return StateTables(tables.windows.clone(), tables.matrices.clone())
 
 
-def near(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-5)
+def near(actual, expected):
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("width", [2, 3, 4])
 def test_windows_go_up_the_tree_and_on_in_the_state(width):
     nodes = nodes_of()
-    found = states.ancestors(nodes, width)
-    assert found.dtype == torch.int32
-    assert torch.equal(found, STATES.ancestors(nodes, width))
-    assert found[4].tolist()[-2:] == [3, 4]
-    assert found[EACH].tolist() == [*range(-1, -width, -1), EACH], "places of the window, then it"
-    assert found[:EACH, -1].tolist() == list(range(EACH))
+    actual = states.ancestors(nodes, width)
+    assert actual.dtype == torch.int32
+    assert torch.equal(actual, STATES.ancestors(nodes, width))
+    assert actual[4].tolist()[-2:] == [3, 4]
+    assert actual[EACH].tolist() == [*range(-1, -width, -1), EACH], "places of the window, then it"
+    assert actual[:EACH, -1].tolist() == list(range(EACH))
 
 
 @pytest.mark.parametrize("about", ABOUTS)
@@ -93,10 +93,10 @@ def test_nodes_read_what_their_paths_leave(about, dtype):
     nodes, numbers, tables = nodes_of(), numbers_of(about, 28, dtype=dtype), tables_of(about)
     before = copied(tables)
     past = STATES.ancestors(nodes, about.window)
-    found = states.score(about, numbers, tables, nodes, past)
-    near(found, STATES.score(about, numbers, tables, nodes, past))
-    assert found[:EACH].abs().min() > 0
-    assert not found[2 * EACH + 1 :].any(), "what is no node reads nothing"
+    actual = states.score(about, numbers, tables, nodes, past)
+    near(actual, STATES.score(about, numbers, tables, nodes, past))
+    assert actual[:EACH].abs().min() > 0
+    assert not actual[2 * EACH + 1 :].any(), "what is no node reads nothing"
     assert torch.equal(tables.matrices, before.matrices)
 
 
@@ -119,8 +119,8 @@ def test_known_tokens_stay_whatever_is_accepted(about):
     known = KnownNodes(torch.tensor([4, 1, 3], dtype=torch.int32), targets)
     numbers, tables = numbers_of(about, len(parents)), tables_of(about)
     others = copied(tables)
-    found = states.score(about, numbers, tables, nodes, None, known)
-    near(found, STATES.score(about, numbers, others, nodes, None, known))
+    actual = states.score(about, numbers, tables, nodes, None, known)
+    near(actual, STATES.score(about, numbers, others, nodes, None, known))
     near(tables.matrices, others.matrices)
     untouched = [1, 3, 5, 8]
     assert torch.equal(tables.matrices[untouched], tables_of(about).matrices[untouched])
@@ -136,9 +136,9 @@ def test_short_convolutions_read_their_ancestors(channels, biased):
     nodes = nodes_of()
     past = STATES.ancestors(nodes, 3)
     wanted = mixed, kernel, bias if biased else None, tables, nodes, past
-    found = states.convolve(*wanted)
-    near(found, STATES.convolve(*wanted))
-    assert found[4].abs().min() > 0
+    actual = states.convolve(*wanted)
+    near(actual, STATES.convolve(*wanted))
+    assert actual[4].abs().min() > 0
 
 
 def path_of(nodes, kept, copies=(-1, 6, 7, -1), page_size=3, kv_len=(4, 2, 5, 0)):
@@ -200,7 +200,7 @@ def test_what_was_scored_below_a_path_is_scored_so_again_behind_it(about):
     def first():
         return StateTables(tables.windows[0], tables.matrices[0])
 
-    found = states.score(about, one(every, 28), first(), nodes, past)
+    actual = states.score(about, one(every, 28), first(), nodes, past)
     path = path_of(nodes, ([0, 1, 3], [], [], []))
     states.advance(about, every, tables, nodes, past, path)
     states.shift(every.mixed, tables, nodes, past, path)
@@ -209,4 +209,4 @@ def test_what_was_scored_below_a_path_is_scored_so_again_behind_it(about):
         every.mixed[:, 4:5], every.gates[:, 4:5], every.kernel, every.rate, every.step
     )
     past = states.ancestors(root, about.window)
-    assert torch.equal(states.score(about, one(fed, 1), first(), root, past)[0], found[4])
+    assert torch.equal(states.score(about, one(fed, 1), first(), root, past)[0], actual[4])

@@ -239,7 +239,7 @@ def test_layers_of_any_family(checkpoint, windowed, kind, family):
     else:
         kept = windowed(kind, source, windows=0)
         assert kept.windows is None
-    found = []
+    actual = []
     for executor in (kept, windowed(kind, source)):
         with Driver(executor) as driver:
             driver.open(0, BASE[:200])
@@ -247,8 +247,8 @@ def test_layers_of_any_family(checkpoint, windowed, kind, family):
             while driver.sequences[0].kv_len < 200:
                 result = driver.step([Row(0, known=20)])
                 logits.append(result.logits(0, 0).numpy().copy())
-            found.append(np.stack(logits))
-    assert found[0].tobytes() == found[1].tobytes()
+            actual.append(np.stack(logits))
+    assert actual[0].tobytes() == actual[1].tobytes()
 
 
 # --- beside a store ------------------------------------------------------------------------------
@@ -279,70 +279,68 @@ def stores(windowed, tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def found_of(known):
-    """(engine, executor, prompt) -> tokens that were found of a prompt whose answer is as it should
-    be.
-    """
+def cached_of(known):
+    """(engine, executor, prompt) -> cached tokens of the prompt; its answer is checked."""
 
-    def found(engine, executor, prompt):
+    def cached(engine, executor, prompt):
         kind = "cpu" if isinstance(executor, CpuExecutor) else "torch"
         return answered(engine, executor, known(kind), ask("r", prompt, 4))[0]
 
-    return found
+    return cached
 
 
 @pytest.mark.parametrize(
     ("kind", "page"), cells([("eager", 16), ("cpu", 1), ("cpu", 16)], [("rounds", 16)])
 )
-def test_a_restart_continues_behind_the_last_window(stores, found_of, kind, page):
+def test_a_restart_continues_behind_the_last_window(stores, cached_of, kind, page):
     executor, engine = stores(kind, page=page, tokens=1408)
     whole = 389 // page * page
-    assert found_of(engine, executor, BASE[:390]) == 0
+    assert cached_of(engine, executor, BASE[:390]) == 0
     windows = {*executor.windows.needed(390 // page), *executor.windows.needed(whole // page)}
     assert stored(engine) == (390 // page, len(windows))
     for where in (None, executor):  # The pool's pages begin another life with each engine.
         executor, engine = stores(kind, where, page=page, tokens=1408)
-        assert found_of(engine, executor, BASE[:390]) == whole
+        assert cached_of(engine, executor, BASE[:390]) == whole
         assert engine.stats().store.hits == 1
     # In the middle of it no window is left, not even on disk.
     executor, engine = stores(kind, page=page, tokens=1408)
-    assert found_of(engine, executor, np.append(BASE[:200], [120] * 9)) == 0
+    assert cached_of(engine, executor, np.append(BASE[:200], [120] * 9)) == 0
     stored(engine)
     # Where texts part there is one from now on.
     executor, engine = stores(kind, page=page, tokens=1408)
     parted = np.append(BASE[:200], [121] * 9)
-    assert found_of(engine, executor, parted) == 200 // page * page
+    assert cached_of(engine, executor, parted) == 200 // page * page
 
 
 @NATIVE
-def test_windows_come_back_to_pages_in_memory(stores, found_of):
+def test_windows_come_back_to_pages_in_memory(stores, cached_of):
     executor, engine = stores(tokens=1408)
-    found_of(engine, executor, BASE[:390])
+    cached_of(engine, executor, BASE[:390])
     stored(engine)
     for length in range(40, 130, 10):
-        found_of(engine, executor, BASE[:length][::-1])
+        cached_of(engine, executor, BASE[:length][::-1])
     before = engine.stats().store
-    assert found_of(engine, executor, BASE[:390]) == 384
+    assert cached_of(engine, executor, BASE[:390]) == 384
     after = engine.stats().store
     assert after.hits == before.hits + 1, "others needed its window pages"
     assert after.read_bytes - before.read_bytes == 2 * executor.pages.window_page_bytes
 
 
 @NATIVE
-def test_damaged_windows_are_misses(stores, found_of, tmp_path):
+def test_damaged_windows_are_misses(stores, cached_of, tmp_path):
     executor, engine = stores(tokens=1408)
-    found_of(engine, executor, BASE[:390])
+    cached_of(engine, executor, BASE[:390])
     stored(engine)
     engine.shutdown()
     (path,) = (tmp_path / "kv").glob("*/*.windows")
     data = path.read_bytes()
     path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
     executor, engine = stores(tokens=1408)
-    assert found_of(engine, executor, BASE[:390]) == 0
+    assert cached_of(engine, executor, BASE[:390]) == 0
     assert engine.stats().store.misses == {"corrupt": 1}
     stored(engine)
     executor, engine = stores(tokens=1408)
-    assert found_of(engine, executor, BASE[:390]) == 384  # It was written again.
+    assert cached_of(engine, executor, BASE[:390]) == 384  # It was written again.
 
 
 @NATIVE

@@ -54,8 +54,8 @@ def test_who_may_not_share_a_cache_shares_no_block(headers, more):
 
 @pytest.mark.parametrize("text", [b"", b"[1]", b"{", b"\xff", b"[" * 100_000, b"3"])
 def test_what_is_no_object_belongs_nowhere(text):
-    found = affinity_of({}, text)
-    assert found == NOWHERE or not found.blocks
+    affinity = affinity_of({}, text)
+    assert affinity == NOWHERE or not affinity.blocks
 
 
 @pytest.mark.parametrize("name", ["prompt", "input", "text", "messages", "input_ids", "contents"])

@@ -61,12 +61,12 @@ def test_a_stream_comes_piece_by_piece_and_is_told_that_nobody_listens():
 
     async def three_of():
         parts = answered(Starlette(routes=[Route("/s", endless)]), asked("/s"))
-        found = []
+        pieces = []
         for _ in range(3):
-            found.append(await anext(parts))
+            pieces.append(await anext(parts))
             heard.set()
         await parts.aclose()
-        return found
+        return pieces
 
     head, *body = asyncio.run(three_of())
     assert (head.status, head.body, body) == (200, b"0\n", [b"1\n", b"2\n"])

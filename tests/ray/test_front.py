@@ -37,7 +37,7 @@ def test_a_client_that_goes_first_leaves_no_error_behind():
         return {"type": "http.disconnect"}
 
     async def asked():
-        asyncio.get_running_loop().set_exception_handler(lambda _, found: left.append(found))
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: left.append(context))
         head = await front._first(answer, SimpleNamespace(receive=gone))
         await asyncio.sleep(0)
         await asyncio.sleep(0)

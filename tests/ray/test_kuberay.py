@@ -16,8 +16,8 @@ KUBERAY = Path(__file__).parents[2] / "docs" / "deploy" / "kuberay.yaml"
 
 def test_its_serve_config_is_valid_and_its_words_are_options():
     said = yaml.safe_load(KUBERAY.read_text(encoding="utf-8"))["spec"]
-    found = ServeDeploySchema.model_validate(yaml.safe_load(said["serveConfigV2"]))
-    (one,) = found.applications
+    parsed = ServeDeploySchema.model_validate(yaml.safe_load(said["serveConfigV2"]))
+    (one,) = parsed.applications
     assert one.import_path == "forerun.ray.app:builder" and one.route_prefix == "/"
     config, settings, scale = read(one.args)
     assert config.model == "smollm2-135m" and (scale.replicas, scale.most) == (2, 4)

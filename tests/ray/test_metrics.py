@@ -29,24 +29,24 @@ def families(text):
 
 def test_every_family_is_there_once_with_every_replicas_samples():
     pages = {"b": page(0.25), "a": page(0.5), "c": page(0.75)}
-    found, one = families(merged(pages)), families(pages["a"])
-    assert found.keys() == one.keys()
-    for name, family in found.items():
+    merged_, one = families(merged(pages)), families(pages["a"])
+    assert merged_.keys() == one.keys()
+    for name, family in merged_.items():
         assert family.type == one[name].type and family.documentation == one[name].documentation
         assert len(family.samples) == 3 * len(one[name].samples), name
     gaps = {
         (sample.labels["engine"], sample.labels["replica"]): sample.value
-        for sample in found["vllm:inter_token_latency_seconds"].samples
+        for sample in merged_["vllm:inter_token_latency_seconds"].samples
         if sample.name.endswith("_sum")
     }
     assert gaps == {("0", "a"): 0.5, ("1", "b"): 0.25, ("2", "c"): 0.75}
 
 
 def test_names_that_routers_of_kubernetes_read():
-    found = families(merged({"a": page(1.0), "b": page(1.0)}))
+    named = families(merged({"a": page(1.0), "b": page(1.0)}))
     for name in READ_BY_ROUTERS:
-        assert [sample.labels["engine"] for sample in found[name].samples] == ["0", "1"]
-    assert {sample.labels["block_size"] for sample in found[READ_BY_ROUTERS[-1]].samples} == {"16"}
+        assert [sample.labels["engine"] for sample in named[name].samples] == ["0", "1"]
+    assert {sample.labels["block_size"] for sample in named[READ_BY_ROUTERS[-1]].samples} == {"16"}
 
 
 def test_what_has_no_label_gets_its_replicas():

@@ -61,7 +61,7 @@ def asked(text, **more):
 
 
 def replica_processes():
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -69,8 +69,8 @@ def replica_processes():
             except OSError:
                 continue
             if line.startswith(b"ray::ServeReplica") and b"Replica" in line.split(b":default:")[-1]:
-                found.append((int(entry.name), line))
-    return found
+                pids.append((int(entry.name), line))
+    return pids
 
 
 def both(client):
@@ -167,10 +167,10 @@ def test_errors_are_the_servers_own(served):
 def test_one_page_has_all_replicas_metrics(served):
     client, _ = served
     names = both(client)
-    found = {family.name: family for family in text_string_to_metric_families(page(client))}
+    families = {family.name: family for family in text_string_to_metric_families(page(client))}
     for name in ("vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:cache_config_info"):
-        assert {sample.labels["replica"] for sample in found[name].samples} == names
-    success = found["vllm:request_success"].samples
+        assert {sample.labels["replica"] for sample in families[name].samples} == names
+    success = families["vllm:request_success"].samples
     assert {sample.labels["replica"] for sample in success if sample.value} == names
 
 
@@ -182,8 +182,8 @@ def page(client):
 
 def sequences(client, name="vllm:num_requests_running", **labels):
     """The sum of a family's samples, of all replicas."""
-    (found,) = (f for f in text_string_to_metric_families(page(client)) if f.name == name)
-    return sum(s.value for s in found.samples if labels.items() <= s.labels.items())
+    (family,) = (f for f in text_string_to_metric_families(page(client)) if f.name == name)
+    return sum(s.value for s in family.samples if labels.items() <= s.labels.items())
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -16,7 +16,7 @@ CASE = Case(replicas=6, load=2.0, seconds=12.0, seed=3)
 @pytest.mark.parametrize(("trouble", "kind"), some_of(every(TROUBLES, KINDS), values))
 def test_every_request_is_answered_in_the_end(kind, trouble):
     case = replace(CASE, trouble=TROUBLES[trouble])
-    found, turns = simulated(case, [Router(kind), Router(kind)])
+    fleet, turns = simulated(case, [Router(kind), Router(kind)])
     assert all(turn.arrived <= turn.first <= turn.done and turn.left <= 0 for turn in turns)
     by_conversation = {}
     for turn in turns:
@@ -24,7 +24,7 @@ def test_every_request_is_answered_in_the_end(kind, trouble):
     every = conversations(case.work, case.load * case.replicas, case.seconds, case.seed)
     assert by_conversation.keys() == {one.number + 1 for one in every}
     assert all(sorted(set(lengths)) == lengths for lengths in by_conversation.values())
-    assert bool(found["lost"]) == bool(case.trouble.dies or case.trouble.still)
+    assert bool(fleet["lost"]) == bool(case.trouble.dies or case.trouble.still)
 
 
 def test_the_same_case_is_the_same():

@@ -78,8 +78,8 @@ def test_a_request_names_an_adapter_beside_its_model(client, route, body, key):
     body.get("sampling_params", body)["temperature"] = 0
     for value, model in ((none, "base"), (b, "b")):
         answer = client.post(route, json={**body, key: value}).json()
-        found = answer["choices"][0]["text"] if "choices" in answer else None
-        assert (found or answer.get("content") or answer["text"]) == text(client, model)
+        written = answer["choices"][0]["text"] if "choices" in answer else None
+        assert (written or answer.get("content") or answer["text"]) == text(client, model)
     for value in ("c", ["b", 1]) if key == "lora_path" else ([{"id": 2, "scale": 1}], "b"):
         answer = client.post(route, json={**body, key: value})
         assert answer.status_code == 400 and key in answer.text

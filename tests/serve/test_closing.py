@@ -23,7 +23,7 @@ INHERITED = {
 
 
 @pytest.mark.parametrize(
-    ("schema", "found"),
+    ("schema", "denied"),
     [
         (NAMED, SHUT),
         ({"type": "array", "items": NAMED}, {"type": "array", "items": SHUT}),
@@ -67,9 +67,9 @@ INHERITED = {
         ({"enum": [{"properties": {}}]}, {"enum": [{"properties": {}}]}),
     ],
 )  # fmt: skip
-def test_where_further_keys_are_denied(schema, found):
+def test_where_further_keys_are_denied(schema, denied):
     before = json.dumps(schema)
-    assert closed(schema) == found
+    assert closed(schema) == denied
     assert json.dumps(schema) == before
 
 

@@ -162,10 +162,10 @@ def test_chunks_of_one_byte_are_read_in_turns():
         protocol.connection_made(transport)
         protocol.data_received(CHUNKED)
         data = b"1\r\nx\r\n" * ((1 << 18) // 6)
-        found = lines(lambda: protocol.data_received(data))
+        count = lines(lambda: protocol.data_received(data))
         assert transport.pause_reading.called
         protocol.connection_lost(None)
-        return found
+        return count
 
     assert asyncio.run(one()) < 40_000
 
@@ -197,8 +197,8 @@ def test_what_is_refused_ends_the_connection(data):
 
 
 def test_a_target_with_scheme_and_host():
-    found = asked(b"GET http://real:80/a/b?c=d HTTP/1.1\r\nHost: other\r\n\r\n")
-    assert found == [["/a/b", "c=d", [["host", "real:80"]], ""]]
+    answer = asked(b"GET http://real:80/a/b?c=d HTTP/1.1\r\nHost: other\r\n\r\n")
+    assert answer == [["/a/b", "c=d", [["host", "real:80"]], ""]]
     assert asked(b"GET http://real HTTP/1.1\r\nHost: other\r\n\r\n")[0][0] == "/"
 
 
@@ -217,8 +217,8 @@ def test_an_upgrade_that_is_not_taken_changes_nothing():
     """As Java's client asks with each request."""
     asks = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: a\r\n"
     data = HEAD + asks + b"Content-Length: 2\r\n\r\nab"
-    found = asked(data + data + b"GET /c HTTP/1.1\r\nHost: x\r\n" + asks + b"\r\n", times=3)
-    assert [(one[0], one[3]) for one in found] == [("/a", "ab"), ("/a", "ab"), ("/c", "")]
+    answer = asked(data + data + b"GET /c HTTP/1.1\r\nHost: x\r\n" + asks + b"\r\n", times=3)
+    assert [(one[0], one[3]) for one in answer] == [("/a", "ab"), ("/a", "ab"), ("/c", "")]
 
 
 def test_http_1_0_has_no_chunks():
@@ -268,22 +268,22 @@ def test_one_that_is_gone_is_noticed(version):
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_connections_send_at_once(host):
     """Nagle's algorithm is off: it would hold the end of an answer back for an acknowledgement."""
-    found = []
+    options = []
 
     class Connection(asyncio.Protocol):
         def connection_made(self, transport):
-            found.append(transport)
+            options.append(transport)
 
     async def one():
         with listen(host, 0) as listening:
             server = await asyncio.get_running_loop().create_server(Connection, sock=listening)
             async with server:
                 _, writer = await asyncio.open_connection(*listening.getsockname()[:2])
-                while not found:
+                while not options:
                     await asyncio.sleep(0)
-                taken_in = found[0].get_extra_info("socket")
+                taken_in = options[0].get_extra_info("socket")
                 option = taken_in.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-                found[0].close()
+                options[0].close()
                 writer.close()
                 return option
 

@@ -162,8 +162,8 @@ def test_a_history_is_read_as_far_as_it_can_be(client, path, given, mended, name
     assert answers[0].headers.get(HEADER, "") == named
     assert HEADER not in answers[1].headers
     for other in COUNTED.get(path, ()):
-        found = [client.post(other, json={"messages": m}).json() for m in (given, mended)]
-        assert found[0] == found[1]
+        replies = [client.post(other, json={"messages": m}).json() for m in (given, mended)]
+        assert replies[0] == replies[1]
 
 
 ITEMS_SO_FAR = [USER, ITEM_CALL, ITEM_OUTPUT]
@@ -206,9 +206,9 @@ def test_mending_is_one_walk():
     """Of 40,000 broken parts in one message: none is looked at more often than twice."""
     parts = [{"type": "text", "text": "a", "x": 1}, PNG] * 20_000
     began = time.monotonic()
-    found = messages([{"role": "user", "content": parts[:4096]}, PLAIN[1], NEXT], "messages")
+    mended = messages([{"role": "user", "content": parts[:4096]}, PLAIN[1], NEXT], "messages")
     assert time.monotonic() - began < 5
-    assert found[0]["content"] == "\n".join("a" * 2048) and len(found.left_out) == 4096
+    assert mended[0]["content"] == "\n".join("a" * 2048) and len(mended.left_out) == 4096
 
 
 def test_arguments_that_are_fine_stay_as_they_are():

@@ -64,8 +64,8 @@ def test_scores_that_begin_at_other_places_eight_at_once(client):
         }
         answer = client.post(GENERATE, json=body)
         assert answer.status_code == 200, answer.text
-        found = answer.json()["meta_info"]
-        return found["input_token_logprobs"], found["output_token_logprobs"]
+        meta = answer.json()["meta_info"]
+        return meta["input_token_logprobs"], meta["output_token_logprobs"]
 
     whole = [asked(text, 0) for text in texts]
     luck = random.Random(7)
@@ -73,8 +73,8 @@ def test_scores_that_begin_at_other_places_eight_at_once(client):
     with ThreadPoolExecutor(8) as pool:
         for _ in range(4):
             luck.shuffle(jobs)
-            found = pool.map(lambda job: asked(texts[job[0]], job[1]), jobs)
-            for (n, start), (before, behind) in zip(jobs, found, strict=True):
+            results = pool.map(lambda job: asked(texts[job[0]], job[1]), jobs)
+            for (n, start), (before, behind) in zip(jobs, results, strict=True):
                 assert behind == whole[n][1]
                 assert before == ([] if start < 0 else whole[n][0][start:])
 
@@ -102,10 +102,10 @@ def answered(client, path, **more):
     _, least = LEAST[path]
     answer = client.post(path, json={**least, **GREEDY.get(path, {"temperature": 0}), **more})
     assert answer.status_code == 200, (more, answer.text)
-    found = json.dumps(answer.json())
+    text = json.dumps(answer.json())
     for made in (r'"[a-z_]*id": "[^"]*"', r'"[a-z0-9_]*": [0-9.e-]+', r'"\d{4}-[^"]*Z"'):
-        found = re.sub(made, "", found)
-    return found
+        text = re.sub(made, "", text)
+    return text
 
 
 @pytest.mark.parametrize("path", LEAST)

@@ -65,12 +65,12 @@ def asked(headers=None):
 def test_lines_are_for_requests_and_refusals_not_for_polls(logged):
     lines = logged("info", "text")
     asked()
-    found = [line.partition(" forerun.serve: ")[2] for line in lines()]
-    assert [line.split(" id=")[0] for line in found if " id=" in line] == [
+    logged_lines = [line.partition(" forerun.serve: ")[2] for line in lines()]
+    assert [line.split(" id=")[0] for line in logged_lines if " id=" in line] == [
         "POST /v1/completions 200", "GET /v1/nothing 404", "POST /v1/completions 400",
     ]  # fmt: skip
-    assert "in=2 cached=0 out=5" in " ".join(found)
-    assert next(line for line in found if "completions 400" in line).endswith(
+    assert "in=2 cached=0 out=5" in " ".join(logged_lines)
+    assert next(line for line in logged_lines if "completions 400" in line).endswith(
         "(invalid_value prompt)"
     )
 
@@ -112,8 +112,8 @@ def test_what_is_said_of_flags_is_in_the_log_once(logged, capsys):
     arguments = parsed(["serve", "toy", *words])
     assert not lines()
     serve.prepared(arguments)
-    found = [json.loads(line)["message"].split()[0] for line in lines()]
-    assert found == ["--attention-backend", "--trust-remote-code"]
+    flags = [json.loads(line)["message"].split()[0] for line in lines()]
+    assert flags == ["--attention-backend", "--trust-remote-code"]
     serve.prepared(arguments)
     assert not lines()
     parsed(["run", "--attention-backend", "fa", "Hi"])
@@ -127,15 +127,15 @@ def test_who_polls_a_server_that_loads_fills_no_log(logged):
     client = TestClient(app, base_url="http://localhost")
     assert client.get("/v1/models").status_code == 503
     assert client.post("/v1/completions", json={}).status_code == 503
-    found = [line for line in lines() if " forerun.serve: " in line]
-    assert len(found) == 1 and "POST /v1/completions 503" in found[0], found
+    logged_lines = [line for line in lines() if " forerun.serve: " in line]
+    assert len(logged_lines) == 1 and "POST /v1/completions 503" in logged_lines[0], logged_lines
 
 
 def test_json_has_the_same_as_fields(logged):
     lines = logged("info", "json")
     asked({"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "x-request-id": "mine"})
-    found = [json.loads(line) for line in lines()]
-    (request,) = [line for line in found if line.get("id") == "mine"]
+    records = [json.loads(line) for line in lines()]
+    (request,) = [line for line in records if line.get("id") == "mine"]
     assert (request["method"], request["path"], request["status"]) == (
         "POST",
         "/v1/completions",
@@ -144,7 +144,7 @@ def test_json_has_the_same_as_fields(logged):
     assert (request["in"], request["cached"], request["out"]) == (2, 0, 5)
     assert request["trace"] == TRACE
     assert request["ms"] >= request["ttft_ms"] >= 0 and request["level"] == "info"
-    assert [line["status"] for line in found if line.get("path") == "/v1/nothing"] == [404]
+    assert [line["status"] for line in records if line.get("path") == "/v1/nothing"] == [404]
 
 
 def test_libraries_speak_under_our_names_and_say_nothing_of_their_own_start(logged):
@@ -159,9 +159,9 @@ def test_libraries_speak_under_our_names_and_say_nothing_of_their_own_start(logg
     except ValueError:
         logging.getLogger("uvicorn.error").exception("it failed")
     (line,) = lines()
-    found = json.loads(line)
-    assert (found["logger"], found["level"]) == ("forerun.http", "error")
-    assert "ValueError: no\nbody" in found["exception"]
+    record = json.loads(line)
+    assert (record["logger"], record["level"]) == ("forerun.http", "error")
+    assert "ValueError: no\nbody" in record["exception"]
 
 
 # --- decode log ----------------------------------------------------------------------------------

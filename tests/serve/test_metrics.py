@@ -20,17 +20,17 @@ from tests.shape.tree import ROOT
 
 def samples(page):
     """{(name, labels other than the model's): value}."""
-    found = {}
+    result = {}
     for family in text_string_to_metric_families(page.decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
             if family.name.startswith("process_"):
-                found[sample.name,] = sample.value
+                result[sample.name,] = sample.value
                 continue
             assert labels.pop("model_name") == "toy"
             assert labels.pop("engine") == "0"
-            found[sample.name, *labels.values()] = sample.value
-    return found
+            result[sample.name, *labels.values()] = sample.value
+    return result
 
 
 def test_sglangs_names_and_the_cache():
@@ -40,12 +40,12 @@ def test_sglangs_names_and_the_cache():
         for metrics in (both, alone):
             metrics.add("toy", stats, lambda: None, cache_facts(loaded.config))
         complete(loaded.engine, [make_request(loaded.tokenizer.encode("Hi"), max_tokens=90)])
-        found, plain = samples(both.page()), alone.page()
+        read, plain = samples(both.page()), alone.page()
         blocks = loaded.config.kv_tokens // loaded.config.page_size
-    assert found["sglang:generation_tokens_total",] == found["vllm:generation_tokens_total",] == 90
-    assert found["sglang:spec_accept_length",] > 1
-    assert found["sglang:num_requests_total",] == 1
-    (info,) = [key for key in found if key[0] == "vllm:cache_config_info"]
+    assert read["sglang:generation_tokens_total",] == read["vllm:generation_tokens_total",] == 90
+    assert read["sglang:spec_accept_length",] > 1
+    assert read["sglang:num_requests_total",] == 1
+    (info,) = [key for key in read if key[0] == "vllm:cache_config_info"]
     assert {str(blocks), str(loaded.config.page_size)} < set(info) and b"sglang:" not in plain
 
 
@@ -101,20 +101,20 @@ def test_where_the_time_and_the_tokens_of_requests_went():
         prompts = [loaded.tokenizer.encode("x" * length) for length in (3, 30)]
         asked = [make_request(p, max_tokens=20, n=2, temperature=1.0, seed=3) for p in prompts]
         complete(loaded.engine, asked)
-        found = samples(metrics.page())
+        read = samples(metrics.page())
     names = ("queue", "prefill", "decode", "inference")
     for name in names:
-        assert found[f"vllm:request_{name}_time_seconds_count",] == 4
-    seconds = {name: found[f"vllm:request_{name}_time_seconds_sum",] for name in names}
-    whole = found["vllm:e2e_request_latency_seconds_sum",]
+        assert read[f"vllm:request_{name}_time_seconds_count",] == 4
+    seconds = {name: read[f"vllm:request_{name}_time_seconds_sum",] for name in names}
+    whole = read["vllm:e2e_request_latency_seconds_sum",]
     assert seconds["inference"] == pytest.approx(seconds["prefill"] + seconds["decode"])
     assert whole == pytest.approx(seconds["queue"] + seconds["inference"])
-    assert found["vllm:request_prompt_tokens_sum",] == 2 * (3 + 30)
-    assert found["vllm:request_prompt_tokens_bucket", "5.0"] == 2
-    assert found["vllm:request_generation_tokens_sum",] == found["vllm:generation_tokens_total",]
-    assert found["vllm:request_max_num_generation_tokens_count",] == 2, "per request, not choice"
-    assert found["vllm:request_params_max_tokens_sum",] == 40
-    assert found["vllm:request_params_n_sum",] == 4
+    assert read["vllm:request_prompt_tokens_sum",] == 2 * (3 + 30)
+    assert read["vllm:request_prompt_tokens_bucket", "5.0"] == 2
+    assert read["vllm:request_generation_tokens_sum",] == read["vllm:generation_tokens_total",]
+    assert read["vllm:request_max_num_generation_tokens_count",] == 2, "per request, not choice"
+    assert read["vllm:request_params_max_tokens_sum",] == 40
+    assert read["vllm:request_params_n_sum",] == 4
 
 
 STOCK = [
@@ -138,8 +138,8 @@ def test_both_dashboards_find_what_they_ask_for():
         metrics = Metrics()
         metrics.add("toy", loaded.engine.stats, lambda: loaded.engine.fault, {})
         complete(loaded.engine, [make_request(loaded.tokenizer.encode("Hi"), max_tokens=90)])
-        found = samples(metrics.page())
-    there = {name for name, *_ in found}
+        exported = samples(metrics.page())
+    there = {name for name, *_ in exported}
     file = Path(__file__).parents[2] / "docs" / "reference" / "grafana.json"
     board = json.loads(file.read_text())
     asked = set(STOCK)

@@ -127,13 +127,13 @@ def test_every_dialect_reaches_every_model(shelf, client):
 def test_metrics_have_a_sample_per_model(shelf, client):
     ask(client, "a"), ask(client, "b"), ask(client, "b")
     page = client.get("/metrics").text
-    found = {
+    samples = {
         sample.labels["model_name"]: sample.value
         for family in text_string_to_metric_families(page)
         for sample in family.samples
         if sample.name == "vllm:generation_tokens_total"
     }
-    assert found == {"a": 4, "b": 8}
+    assert samples == {"a": 4, "b": 8}
 
 
 def test_idle_models_are_let_go_after_their_time():
@@ -429,9 +429,9 @@ def test_a_folder_of_models_and_their_names(tmp_path):
     (tmp_path / "y" / "config.json").write_text("{}")
     (tmp_path / "y" / "model.safetensors").write_bytes(b"123")
     (tmp_path / "notes.txt").touch()
-    found = named([*in_folder(tmp_path), "smollm2-135m"], EngineConfig())
-    assert [(one.name, one.size) for one in found][:2] == [("x", 4), ("y", 3)]
-    assert found[2].name == "smollm2-135m" and size_of("smollm2-135m") > 90_000_000
+    models = named([*in_folder(tmp_path), "smollm2-135m"], EngineConfig())
+    assert [(one.name, one.size) for one in models][:2] == [("x", 4), ("y", 3)]
+    assert models[2].name == "smollm2-135m" and size_of("smollm2-135m") > 90_000_000
     with pytest.raises(ModelError, match="no model 'nonsense'"):
         named(["toy", "nonsense"], EngineConfig())
     draft = EngineConfig(speculative_draft_model_path="d")
@@ -452,13 +452,13 @@ def test_what_lies_beside_models_is_none_and_keeps_none_from_being_served(tmp_pa
     (tmp_path / "y" / "config.json").write_text("{}")
     for link in ("gone.gguf", "gone", "y/model.safetensors"):
         (tmp_path / link).symlink_to(tmp_path / "nothing")
-    found = named(in_folder(tmp_path), EngineConfig())
-    assert [(one.name, one.size) for one in found] == [
+    models = named(in_folder(tmp_path), EngineConfig())
+    assert [(one.name, one.size) for one in models] == [
         ("x", 4), ("y", 0), ("z-00001-of-00002", 11),
     ]  # fmt: skip
     (tmp_path / "y.gguf").write_bytes(b"12")
-    found = named(in_folder(tmp_path), EngineConfig())
-    assert [(one.name, one.size) for one in found][1:3] == [("y", 0), ("y.gguf", 2)]
+    models = named(in_folder(tmp_path), EngineConfig())
+    assert [(one.name, one.size) for one in models][1:3] == [("y", 0), ("y.gguf", 2)]
 
 
 OPTIONS = build_parser().parse_args(["serve"]).options
@@ -487,9 +487,9 @@ def test_models_of_a_file_have_options_of_their_own(tmp_path):
     assert (default.model, default.context) == ("smollm2-135m", 64)
     assert (plain.speculative_algorithm, plain.max_sequences, plain.context) == ("OFF", 1, 64)
     assert [one.name for one in models] == ["small", "smollm2-135m", "plain"]
-    found = sources(models, loading)
-    assert found[0].others == ("gpt-4", "tiny", "toy")
-    app = create_models_app(found, ServeSettings())
+    opened = sources(models, loading)
+    assert opened[0].others == ("gpt-4", "tiny", "toy")
+    app = create_models_app(opened, ServeSettings())
     with TestClient(app, base_url="http://localhost") as client:
         for name, answers, context in (("gpt-4", "small", 128), ("plain", "plain", 64)):
             assert ask(client, name).json()["model"] == answers

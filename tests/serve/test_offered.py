@@ -145,8 +145,8 @@ def test_two_namespaces_may_have_functions_of_one_name(client):
     counts = []
     for more in ({}, {"namespace": "a"}, {"namespace": "b"}, {"namespace": "other"}):
         body = {"input": [item | more, done], "tools": tools}
-        found = client.post("/v1/responses/input_tokens", json=body)
-        counts.append(found.json()["input_tokens"])
+        counted = client.post("/v1/responses/input_tokens", json=body)
+        counts.append(counted.json()["input_tokens"])
         assert ask(client, tools, input=body["input"]).headers.get("x-forerun-ignored") is None
     plain, first, second, unknown = counts
     assert first == second == plain + len("a__") and unknown == plain

@@ -54,8 +54,8 @@ def test_a_body_forbids_what_nobody_declared_and_needs_what_is_needed(kind):
         with pytest.raises(RequestError) as caught:
             read(kind, {other: None for other in schema["required"] if other != name})
         assert caught.value.field in schema["required"]
-    for name, found in schema["properties"].items():
-        if found.get("description", "").startswith("Not supported"):
+    for name, field in schema["properties"].items():
+        if field.get("description", "").startswith("Not supported"):
             with pytest.raises(RequestError) as caught:
                 read(kind, {name: 1})
             assert caught.value.field == name

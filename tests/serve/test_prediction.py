@@ -27,8 +27,8 @@ def ask(client, path, code=200, **body):
 
 
 def texts(answer):
-    found = answer["choices"]
-    return [one["message"]["content"] if "message" in one else one["text"] for one in found]
+    choices = answer["choices"]
+    return [one["message"]["content"] if "message" in one else one["text"] for one in choices]
 
 
 def counts(answer):

@@ -99,8 +99,8 @@ def test_log_probabilities_of_prompts_do_not_depend_on_speculation(predicting):
     """vLLM #53488: wrong for some requests, with prediction layers and prompts in chunks."""
 
     def scored(prompt, **options):
-        found = ask(predicting, prompt=prompt, echo=True, logprobs=1, max_tokens=1, **options)
-        return found["choices"][0]["logprobs"]["token_logprobs"]
+        answer = ask(predicting, prompt=prompt, echo=True, logprobs=1, max_tokens=1, **options)
+        return answer["choices"][0]["logprobs"]["token_logprobs"]
 
     alone = [scored(prompt, **OFF) for prompt in PROMPTS]
     assert [scored(prompt) for prompt in PROMPTS] == alone
@@ -124,8 +124,8 @@ def test_prediction_layers_lose_at_most_a_token_of_the_prefix_cache(predicting, 
     parted = [*ids[:common], 1 + ids[common], *ids[100:140]]
     for client in (plain, predicting):
         cached(client, ids[:80])
-    wanted, found = cached(plain, parted), cached(predicting, parted)
-    assert wanted == common and common - found in (0, 1)
+    wanted, actual = cached(plain, parted), cached(predicting, parted)
+    assert wanted == common and common - actual in (0, 1)
     assert cached(plain, parted) == cached(predicting, parted), "asked again"
 
 
@@ -168,8 +168,8 @@ def test_one_odd_schema_keeps_no_other_tool_from_being_called(client, odd, choic
     ]
     ask(client, CHAT, tools=tools, tool_choice=choice, max_tokens=30)
     named = {"type": "function", "function": {"name": "even"}}
-    found = ask(client, CHAT, tools=tools, tool_choice=named, max_tokens=200)["choices"][0]
-    (call,) = found["message"]["tool_calls"]
+    reply = ask(client, CHAT, tools=tools, tool_choice=named, max_tokens=200)["choices"][0]
+    (call,) = reply["message"]["tool_calls"]
     assert call["function"]["name"] == "even"
 
 
@@ -178,12 +178,12 @@ def test_a_prompt_is_read_once_not_every_turn(predicting):
     messages, last = [said("system", " ".join(WORDS[:9]))], 0
     for turn in range(4):
         messages.append(said("user", f"{WORDS[turn]} {WORDS[2]}"))
-        found = ask(predicting, CHAT, messages=messages, max_tokens=12, ignore_eos=True)
-        usage = found["usage"]
+        answer = ask(predicting, CHAT, messages=messages, max_tokens=12, ignore_eos=True)
+        usage = answer["usage"]
         reread = last - usage["prompt_tokens_details"]["cached_tokens"]
         assert reread <= 32, (turn, usage)
         last = usage["prompt_tokens"]
-        messages.append(said("assistant", found["choices"][0]["message"]["content"]))
+        messages.append(said("assistant", answer["choices"][0]["message"]["content"]))
 
 
 STRICT = (

@@ -29,10 +29,10 @@ def client(request, tmp_path_factory):
 def text(client, path, body, *keys):
     answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
-    found = answer.json()
+    value = answer.json()
     for key in keys:
-        found = found[key]
-    return found
+        value = value[key]
+    return value
 
 
 def test_a_continuation_keeps_it(client):
@@ -53,9 +53,9 @@ def test_a_continuation_keeps_it(client):
 
 def test_offsets_of_an_echoed_prompt_are_places_in_the_text(client):
     body = {"prompt": "a b", "max_tokens": 9, "echo": True, "logprobs": 1} | NO
-    found = text(client, "/v1/completions", body, "choices", 0)
-    offsets, tokens = found["logprobs"]["text_offset"], found["logprobs"]["tokens"]
-    pieces = [found["text"][a:b] for a, b in pairwise([*offsets, len(found["text"])])]
+    choice = text(client, "/v1/completions", body, "choices", 0)
+    offsets, tokens = choice["logprobs"]["text_offset"], choice["logprobs"]["tokens"]
+    pieces = [choice["text"][a:b] for a, b in pairwise([*offsets, len(choice["text"])])]
     assert "".join(pieces) == "a b no no" and offsets[0] == 0
     first = next(index for index, piece in enumerate(pieces) if piece)
     assert tokens[first].lstrip(" ") == pieces[first]
@@ -83,6 +83,6 @@ def test_an_answer_of_its_own_begins_without_one(client):
     """Mistral writes a space before the first word of every answer."""
     no = text(client, "/tokenize", {"prompt": "x no", "add_special_tokens": False}, "tokens")[-1]
     body = CHAT | {"logit_bias": {str(no): 100}, "max_tokens": 2, "temperature": 0}
-    found = text(client, "/v1/chat/completions", body, "choices", 0, "message", "content")
+    content = text(client, "/v1/chat/completions", body, "choices", 0, "message", "content")
     byte_level = client.post("/detokenize", json={"tokens": [no]}).json()["prompt"] == " no"
-    assert found == (" no no" if byte_level else "no no")
+    assert content == (" no no" if byte_level else "no no")

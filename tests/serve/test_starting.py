@@ -36,12 +36,12 @@ def launched(monkeypatch, model, load, text):
 
         monkeypatch.setattr(EngineProcess, "open", opened)
         monkeypatch.setattr(service, "open_text", text)
-        found = Service(
+        started = Service(
             EngineCommand(EngineProgram((), {}), EngineConfig(model=model)), ServeSettings()
         )
-        found.start()
-        await asyncio.wait_for(found.failed.wait(), PATIENCE)
-        return found.failure
+        started.start()
+        await asyncio.wait_for(started.failed.wait(), PATIENCE)
+        return started.failure
 
     return asyncio.run(run())
 
@@ -88,15 +88,15 @@ def test_a_tokenizer_that_nobody_wants_is_closed(monkeypatch, fails):
         loop.set_exception_handler(lambda _, context: said.append(context))
         monkeypatch.setattr(EngineProcess, "open", opened)
         monkeypatch.setattr(service, "open_text", text)
-        found = Service(
+        started = Service(
             EngineCommand(EngineProgram((), {}), EngineConfig(model="toy")), ServeSettings()
         )
-        found.start()
-        await asyncio.wait_for(found.failed.wait(), PATIENCE)
+        started.start()
+        await asyncio.wait_for(started.failed.wait(), PATIENCE)
         may.set()
         if not fails:
             await asyncio.wait_for(chat.closed.wait(), PATIENCE)
-        await found.close()
+        await started.close()
         return said
 
     assert asyncio.run(run()) == []
@@ -129,16 +129,16 @@ def test_who_asks_while_a_model_loads_hears_how_far_it_is(monkeypatch, words, sa
             await asyncio.Event().wait()
 
         monkeypatch.setattr(EngineProcess, "open", opened)
-        found = Service(
+        service = Service(
             EngineCommand(EngineProgram((), {}), EngineConfig(model="org/name")), ServeSettings()
         )
         with pytest.raises(ApiError, match=r"still loading\.$"):
-            found.served()
-        found.start()
+            service.served()
+        service.start()
         await asyncio.wait_for(told.wait(), PATIENCE)
         with pytest.raises(ApiError) as raised:
-            found.enter()
-        await found.close()
+            service.enter()
+        await service.close()
         return raised.value
 
     error = asyncio.run(run())

@@ -76,8 +76,8 @@ def test_no_tenant_sees_anothers_answers(guarded):
     assert stolen.json()["error"]["code"] == "previous_response_not_found"
     assert ask(guarded, two, input=[{**item, "content": "theirs"}]).status_code == 200
     again = ask(guarded, one, input=[refers]).json()
-    (found,) = guarded.get(f"{PATH}/{again['id']}/input_items", headers=one).json()["data"]
-    assert found["content"][0]["text"] == "mine"
+    (stored,) = guarded.get(f"{PATH}/{again['id']}/input_items", headers=one).json()["data"]
+    assert stored["content"][0]["text"] == "mine"
 
 
 def test_requests_are_aborted_by_name_whatever_model_runs_them():
@@ -132,9 +132,9 @@ def test_pages_of_items_as_openais_clients_turn_them(guarded):
         return guarded.get(path, params=query, headers=key)
 
     def listed(**query):
-        found = page(**query).json()
-        assert [found["first_id"], found["last_id"]] == [found["data"][at]["id"] for at in (0, -1)]
-        return [one["id"] for one in found["data"]], found["has_more"]
+        reply = page(**query).json()
+        assert [reply["first_id"], reply["last_id"]] == [reply["data"][at]["id"] for at in (0, -1)]
+        return [one["id"] for one in reply["data"]], reply["has_more"]
 
     assert listed() == (ids[::-1], False) and listed(order="asc") == (ids, False)
     assert listed(limit=2) == (["i4", "i3"], True)

@@ -116,13 +116,13 @@ def test_a_thought_that_never_closes_is_the_answer(thinking, stream):
         choices = [json.loads(line[6:])["choices"][0] for line in lines]
         deltas = [choice["delta"] for choice in choices]
         finish = choices[-1]["finish_reason"]
-        found = {name: "".join(delta.get(name) or "" for delta in deltas)
+        message = {name: "".join(delta.get(name) or "" for delta in deltas)
                  for name in ("content", "reasoning_content")}  # fmt: skip
     else:
         (choice,) = answer.json()["choices"]
-        found, finish = choice["message"], choice["finish_reason"]
+        message, finish = choice["message"], choice["finish_reason"]
     expected = whole["reasoning_content"].partition(stop)[0]
-    assert finish == "stop" and found["content"] == found["reasoning_content"] == expected
+    assert finish == "stop" and message["content"] == message["reasoning_content"] == expected
 
 
 def read_all(reader, text, size, cut):
@@ -133,16 +133,16 @@ def read_all(reader, text, size, cut):
 
 @pytest.mark.parametrize("size", [1, 3, 100])
 def test_readers_in_the_middle_of_a_text(size):
-    def found(text, stage, bare, cut=False):
+    def parsed(text, stage, bare, cut=False):
         return read_all(ReasoningReader(MARKS, stage, bare), text, size, cut)
 
-    assert found(" that. ", Stage.THINKING, False, cut=True) == (" that.", "")
-    assert found(" that. ", Stage.THINKING, False) == (" that.", "that.")
-    assert found(" a </think> b", Stage.THINKING, False) == (" a", "b")
-    assert found(" three", Stage.ANSWERING, False) == ("", " three")
-    assert found("\n\nthree", Stage.ANSWERING, True) == ("", "three")
-    assert found("<think> a", Stage.UNDECIDED, True) == ("a", "a")
-    assert found("<think> a", Stage.UNDECIDED, True, cut=True) == ("a", "")
+    assert parsed(" that. ", Stage.THINKING, False, cut=True) == (" that.", "")
+    assert parsed(" that. ", Stage.THINKING, False) == (" that.", "that.")
+    assert parsed(" a </think> b", Stage.THINKING, False) == (" a", "b")
+    assert parsed(" three", Stage.ANSWERING, False) == ("", " three")
+    assert parsed("\n\nthree", Stage.ANSWERING, True) == ("", "three")
+    assert parsed("<think> a", Stage.UNDECIDED, True) == ("a", "a")
+    assert parsed("<think> a", Stage.UNDECIDED, True, cut=True) == ("a", "")
 
 
 def test_no_more_tokens_of_reasoning_than_of_the_answer(thinking, monkeypatch):

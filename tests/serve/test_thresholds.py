@@ -38,8 +38,8 @@ def answers(single=None, acc=None, temperature=1.0, count=12):
         engine.shutdown()
 
 
-def length(found):
-    return acceptance_length([one.stats for one in found])
+def length(answers):
+    return acceptance_length([one.stats for one in answers])
 
 
 def test_thresholds_of_one_change_nothing():
@@ -52,11 +52,11 @@ def test_thresholds_of_one_change_nothing():
         assert one.tokens == foresee(opening, prompt, len(one.tokens))
 
 
-def told_apart(found, prompt):
+def told_apart(answers, prompt):
     """Of every token of answers by their seeds: its text so far, its place, the token, the one that
     is chosen there, and the token's probability.
     """
-    for seed, one in enumerate(found):
+    for seed, one in enumerate(answers):
         text = list(prompt)
         opening = type("Opening", (), {"sampling": Sampling(seed=seed), "prompt_len": 2})
         for place, token in enumerate(one.tokens):
@@ -68,28 +68,28 @@ def told_apart(found, prompt):
 
 def test_more_is_accepted_and_every_token_is_likely_or_chosen():
     plain, _ = answers()
-    found, prompt = answers(single=0.3)
-    assert length(found) > 1.5 * length(plain)
+    written, prompt = answers(single=0.3)
+    assert length(written) > 1.5 * length(plain)
     exact_ones = 0
-    for _, _, _, token, chosen, share in told_apart(found, prompt):
+    for _, _, _, token, chosen, share in told_apart(written, prompt):
         assert token == chosen or share >= 0.3
         exact_ones += token == chosen
-    assert 0 < exact_ones < sum(len(one.tokens) for one in found)
+    assert 0 < exact_ones < sum(len(one.tokens) for one in written)
 
 
 def test_the_coin_is_divided():
     plain, _ = answers()
-    found, prompt = answers(acc=0.5)
-    assert length(found) > 1.2 * length(plain)
-    for seed, text, place, token, chosen, share in told_apart(found, prompt):
+    written, prompt = answers(acc=0.5)
+    assert length(written) > 1.2 * length(plain)
+    for seed, text, place, token, chosen, share in told_apart(written, prompt):
         thrown = share + coin(seed, place) * (1 - share)
         assert token == chosen or (token == best(text) and thrown < share / 0.5)
 
 
 def test_greedy_answers_stay_exact():
     plain, _ = answers(temperature=0.0, count=2)
-    found, _ = answers(0.0, 0.0, temperature=0.0, count=2)
-    assert [one.tokens for one in plain] == [one.tokens for one in found]
+    written, _ = answers(0.0, 0.0, temperature=0.0, count=2)
+    assert [one.tokens for one in plain] == [one.tokens for one in written]
 
 
 def test_what_is_no_threshold_is_refused():

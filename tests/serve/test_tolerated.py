@@ -125,9 +125,9 @@ def test_efforts_that_a_template_knows():
     def told(effort, source):
         with toy_loaded() as loaded:
             template = ChatTemplate(source, loaded.tokenizer)
-            found = effort_names(read(ChatBody, CHAT | {"reasoning_effort": effort}), template)
+            names = effort_names(read(ChatBody, CHAT | {"reasoning_effort": effort}), template)
             template.close()
-            return found
+            return names
 
     assert told("high", "{{ reasoning_effort }}") == {"reasoning_effort": "high"}
     assert told("none", "{% if enable_thinking %}{% endif %}") == {"enable_thinking": False}

@@ -67,14 +67,14 @@ def test_a_span_per_request_continues_the_callers_trace(collector):
     assert (chat.name, refused.name) == ("POST /v1/chat/completions", "POST /v1/completions")
     assert (chat.trace_id.hex(), chat.parent_span_id.hex()) == (TRACE, PARENT)
     assert refused.trace_id.hex() != TRACE and not refused.parent_span_id
-    found = values(chat)
-    assert found["gen_ai.usage.output_tokens"] == 40 and found["gen_ai.usage.input_tokens"] > 2
-    assert found["forerun.request.id"] == "mine" and found["gen_ai.operation.name"] == "chat"
-    assert found["forerun.draft_tokens"] >= found["forerun.accepted_draft_tokens"] > 0
-    assert found["forerun.acceptance_length"] > 1
-    assert found["gen_ai.request.model"] == found["gen_ai.response.model"] == "toy"
-    assert found["http.route"] == "/v1/chat/completions" and "error.type" not in found
-    assert found["gen_ai.provider.name"] == "forerun"
+    facts = values(chat)
+    assert facts["gen_ai.usage.output_tokens"] == 40 and facts["gen_ai.usage.input_tokens"] > 2
+    assert facts["forerun.request.id"] == "mine" and facts["gen_ai.operation.name"] == "chat"
+    assert facts["forerun.draft_tokens"] >= facts["forerun.accepted_draft_tokens"] > 0
+    assert facts["forerun.acceptance_length"] > 1
+    assert facts["gen_ai.request.model"] == facts["gen_ai.response.model"] == "toy"
+    assert facts["http.route"] == "/v1/chat/completions" and "error.type" not in facts
+    assert facts["gen_ai.provider.name"] == "forerun"
     assert values(refused)["error.type"] == "invalid_value"
     (first,) = chat.events
     assert chat.start_time_unix_nano < first.time_unix_nano <= chat.end_time_unix_nano

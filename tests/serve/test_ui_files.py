@@ -51,11 +51,11 @@ def reached(*patterns):
     todo = list(seen)
     while todo:
         path = todo.pop()
-        for found in (found for pattern in patterns for found in imported(path, pattern)):
-            assert found.is_file(), f"{path.name} imports {found.name}"
-            if found not in seen:
-                seen.add(found)
-                todo.append(found)
+        for name in (name for pattern in patterns for name in imported(path, pattern)):
+            assert name.is_file(), f"{path.name} imports {name.name}"
+            if name not in seen:
+                seen.add(name)
+                todo.append(name)
     return seen
 
 

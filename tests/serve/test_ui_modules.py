@@ -49,9 +49,9 @@ def imported(run, message, **conversation):
       import {{ asMarkdown, fromJson }} from "./export.js";
       let told;
       try {{
-        const [found] = fromJson({json.dumps(json.dumps(file))}, () => "new");
-        asMarkdown({{ ...found, options: {{ system: "", ...found.options }} }});
-        told = found.options;
+        const [file] = fromJson({json.dumps(json.dumps(file))}, () => "new");
+        asMarkdown({{ ...file, options: {{ system: "", ...file.options }} }});
+        told = file.options;
       }} catch (error) {{ told = `${{error.name}}: ${{error.message}}`; }}
       console.log(JSON.stringify(told));
     """)

@@ -54,8 +54,8 @@ def test_bad_words_are_in_no_answer(client, path):
     plain = text(ask(client, path))
     word = plain[5:7]
     for options in ({}, {"speculative": {"enabled": False}}):
-        found = text(ask(client, path, bad_words=[word, plain[0]], **options))
-        assert word not in found and plain[0] not in found and len(found) >= 20
+        answer = text(ask(client, path, bad_words=[word, plain[0]], **options))
+        assert word not in answer and plain[0] not in answer and len(answer) >= 20
     told = ask(client, path, 400, bad_words=["a"], json_schema={"type": "object"})
     assert "bad_words and json_schema cannot be honoured at once" in told["error"]["message"]
 
@@ -64,9 +64,9 @@ def test_bad_words_are_in_no_answer(client, path):
 def test_only_allowed_tokens(client, path):
     ids = [ord(letter) for letter in "abc"]
     answer = ask(client, path, allowed_token_ids=ids, return_token_ids=True, max_tokens=60)
-    found = answer["choices"][0]
-    assert set(found["token_ids"]) <= set(ids) and len(found["token_ids"]) == 60
-    assert found["finish_reason"] == "length"
+    choice = answer["choices"][0]
+    assert set(choice["token_ids"]) <= set(ids) and len(choice["token_ids"]) == 60
+    assert choice["finish_reason"] == "length"
     ended = ask(client, path, allowed_token_ids=[*TOKENIZER.eos_ids], return_token_ids=True)
     assert ended["choices"][0]["finish_reason"] == "stop" and not text(ended)
     for wrong in ([10**6], []):
@@ -121,8 +121,8 @@ def test_an_option_of_a_backend_that_changes_texts_says_what_to_use(client, opti
 
 def test_biases_as_llama_cpp_writes_them(client):
     plain = text(ask(client, PATHS[1]))
-    found = text(ask(client, PATHS[1], logit_bias=[[ord(plain[0]), False]]))
-    assert plain[0] not in found
+    biased = text(ask(client, PATHS[1], logit_bias=[[ord(plain[0]), False]]))
+    assert plain[0] not in biased
     same = ask(client, PATHS[1], logit_bias={str(ord(plain[0])): -100.0})
     assert text(ask(client, PATHS[1], logit_bias=[[ord(plain[0]), -100.0]])) == text(same)
     assert "logit_bias[0]" in ask(client, PATHS[1], 400, logit_bias=[[1]])["error"]["message"]

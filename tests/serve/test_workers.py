@@ -229,7 +229,7 @@ def test_work_that_waits_when_the_server_ends_is_told(size):
         await asyncio.sleep(0)
         workers.close()
         may.set()
-        found = await asyncio.gather(*waiting, return_exceptions=True)
+        results = await asyncio.gather(*waiting, return_exceptions=True)
         with pytest.raises(ApiError, match="shutting down"):
             await workers.apart(size, str)
         gone = asyncio.create_task(Workers().apart(size, may.wait, PATIENCE))
@@ -237,9 +237,9 @@ def test_work_that_waits_when_the_server_ends_is_told(size):
         gone.cancel()
         with pytest.raises(asyncio.CancelledError):
             await gone
-        return found
+        return results
 
-    found = asyncio.run(asked())
-    refused = [one.code for one in found if one is not True]
-    assert found.count(True) in (SMALL_AT_ONCE, LARGE_AT_ONCE, 1)
-    assert refused == ["shutting_down"] * (9 - found.count(True))
+    results = asyncio.run(asked())
+    refused = [one.code for one in results if one is not True]
+    assert results.count(True) in (SMALL_AT_ONCE, LARGE_AT_ONCE, 1)
+    assert refused == ["shutting_down"] * (9 - results.count(True))

@@ -23,16 +23,16 @@ def rooms() -> dict[str, set[str]]:
     """Room -> the rooms it imports."""
     graph = grimp.build_graph("forerun")
     names = {module.split(".")[1] for module in graph.modules if "." in module} - {"__main__"}
-    found: dict[str, set[str]] = {name: set() for name in sorted(names - SHARED)}
+    imports: dict[str, set[str]] = {name: set() for name in sorted(names - SHARED)}
     for module in graph.modules:
         parts = module.split(".")
-        if len(parts) < 2 or parts[1] not in found:
+        if len(parts) < 2 or parts[1] not in imports:
             continue
         for imported in graph.find_modules_directly_imported_by(module):
             other = imported.split(".")[1] if "." in imported else ""
-            if other in found and other != parts[1]:
-                found[parts[1]].add(other)
-    return found
+            if other in imports and other != parts[1]:
+                imports[parts[1]].add(other)
+    return imports
 
 
 def reduced(edges: dict[str, set[str]]) -> dict[str, set[str]]:

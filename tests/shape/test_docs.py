@@ -41,8 +41,8 @@ def test_documents_stay_readable():
 def test_only_results_have_dates():
     """Pages say what is; results say when it was measured."""
     pages = [page for page in DOCUMENTS if page.parent.name != "results"]
-    found = {page.name: DATE.findall(page.read_text()) for page in pages}
-    assert not {name: dates for name, dates in found.items() if dates}
+    dated = {page.name: DATE.findall(page.read_text()) for page in pages}
+    assert not {name: dates for name, dates in dated.items() if dates}
 
 
 def test_the_site_has_every_page():

@@ -125,15 +125,15 @@ def test_no_import_is_a_string():
 @cache
 def called(path):
     """Dotted names of what a file calls and imports."""
-    found = []
+    names = []
     for node in nodes(path):
         if isinstance(node, ast.Import):
-            found += [alias.name for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Call | ast.Attribute):
-            found.append(ast.unparse(node.func if isinstance(node, ast.Call) else node))
-    return found
+            names.append(ast.unparse(node.func if isinstance(node, ast.Call) else node))
+    return names
 
 
 @pytest.mark.parametrize(
@@ -146,13 +146,13 @@ def called(path):
     ],
 )
 def test_forbidden_names(what, why):
-    found = [
+    named = [
         f"{relative(path)}: {name}"
         for path in PRODUCT
         for name in called(path)
         if re.fullmatch(what, name)
     ]
-    assert not found, why
+    assert not named, why
 
 
 def test_behaviour_does_not_depend_on_the_environment():

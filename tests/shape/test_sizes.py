@@ -55,8 +55,8 @@ def test_functions_are_short():
 
 
 def test_functions_take_few_parameters():
-    found = over(7, parameters)
-    assert found.keys() == MANY_PARAMETERS.keys(), found
+    many = over(7, parameters)
+    assert many.keys() == MANY_PARAMETERS.keys(), many
 
 
 def test_nesting_is_shallow():

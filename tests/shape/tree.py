@@ -14,8 +14,8 @@ def sources(*folders: str) -> list[Path]:
     """Python files under the given folders of the repository, in a stable order. Without bench/out,
     where peers are built.
     """
-    found = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-    return sorted(path for path in found if ROOT / "bench" / "out" not in path.parents)
+    paths = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+    return sorted(path for path in paths if ROOT / "bench" / "out" not in path.parents)
 
 
 @cache

@@ -59,8 +59,8 @@ def statements(name: str) -> int:
     """Count the statements of a file of the package, imports included, docstrings and comments left
     out: prose and line breaks are free.
     """
-    found = [node for node in ast.walk(parsed(PACKAGE / name)) if isinstance(node, ast.stmt)]
-    return sum(not _is_text(node) for node in found)
+    nodes = [node for node in ast.walk(parsed(PACKAGE / name)) if isinstance(node, ast.stmt)]
+    return sum(not _is_text(node) for node in nodes)
 
 
 def _is_text(node: ast.stmt) -> bool:

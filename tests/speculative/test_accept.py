@@ -218,8 +218,8 @@ def test_a_choice_among_some_is_the_choice_under_their_mask(allowed, temperature
         logits = TABLE[seed % V, seed // V % V]
         sampling = Sampling(temperature, seed=seed)
         expected = choose(process(logits, sampling, history, (), bits(allowed)), sampling, seed)
-        found = choose_among(logits, np.array(allowed, np.int32), sampling, seed)
-        assert found == expected and (found == NOTHING or found in allowed)
+        choices = choose_among(logits, np.array(allowed, np.int32), sampling, seed)
+        assert choices == expected and (choices == NOTHING or choices in allowed)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -193,17 +193,17 @@ def test_a_full_tree_is_cut_to_what_growing_it_gives(width, levels, depth, seed)
         frontier = whole.frontier()
         rows = np.full((width if level else 1, width), -np.inf, np.float32)
         # Where there are fewer nodes to expand than the width, a full tree has holes.
-        found = np.log(random.random((len(frontier), width))).astype(np.float32)
-        found[random.random(found.shape) < 0.1] = -np.inf
-        rows[: len(frontier)] = found
+        actual = np.log(random.random((len(frontier), width))).astype(np.float32)
+        actual[random.random(actual.shape) < 0.1] = -np.inf
+        rows[: len(frontier)] = actual
         tokens = random.integers(0, 99, rows.shape).astype(np.int32)
         base = np.append(whole.value, np.float32(0))[frontier]
         values = np.full(rows.shape, -np.inf, np.float32)
-        values[: len(frontier)] = base[:, None] + found
+        values[: len(frontier)] = base[:, None] + actual
         full.append((tokens, frontier, values))
-        whole.extend(tokens[: len(frontier)], found)
+        whole.extend(tokens[: len(frontier)], actual)
         if level < depth:
-            cut.extend(tokens[: len(frontier)], found)
+            cut.extend(tokens[: len(frontier)], actual)
     record = _full(full, width)
     regrown = DraftTree.regrown(width, depth, *record)
     assert regrown.tokens.tolist() == cut.tokens.tolist()
@@ -211,10 +211,10 @@ def test_a_full_tree_is_cut_to_what_growing_it_gives(width, levels, depth, seed)
     assert regrown.value.tolist() == cut.value.tolist()
     assert regrown.frontier().tolist() == cut.frontier().tolist()
     for nodes in (1, 3, 99):
-        found, expected = full_draft(width, depth, nodes, *record), cut.draft(nodes)
-        assert found.tokens.tolist() == expected.tokens.tolist()
-        assert found.parents.tolist() == expected.parents.tolist()
-        assert found.score.tolist() == expected.score.tolist()
+        actual, expected = full_draft(width, depth, nodes, *record), cut.draft(nodes)
+        assert actual.tokens.tolist() == expected.tokens.tolist()
+        assert actual.parents.tolist() == expected.parents.tolist()
+        assert actual.score.tolist() == expected.score.tolist()
 
 
 def _full(levels, width):
@@ -325,9 +325,9 @@ def test_paths_whose_choices_depend_on_those_above_are_the_heaviest_there_are(se
     model = Model(seed, False)
 
     def below(path):
-        found = model.log_probs(path)
-        order = np.argsort(-found, kind="stable")
-        return order.tolist(), np.exp(found[order]).tolist()
+        log_probs = model.log_probs(path)
+        order = np.argsort(-log_probs, kind="stable")
+        return order.tolist(), np.exp(log_probs[order]).tolist()
 
     draft = path_draft(3, below, 40)
     weights = {

@@ -54,10 +54,10 @@ def check(parents, tokens):
             asked.append((node, above))
             return choices[node - 2]
 
-        found = accept_row(made, 0, choose_at)
-        assert found.nodes == tuple(node + 2 for node in path)
+        accepted = accept_row(made, 0, choose_at)
+        assert accepted.nodes == tuple(node + 2 for node in path)
         emitted = (*(tokens[node] for node in path), choices[path[-1] if path else -1])
-        assert found.tokens == emitted
+        assert accepted.tokens == emitted
         # Each node was asked with the tokens from below the root down to it.
         for node, above in asked:
             line, here = [], node - 2

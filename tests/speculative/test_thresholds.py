@@ -68,11 +68,11 @@ def by_the_rule(single, acc, drafted):
     ],
 )
 def test_it_is_the_rule_in_distribution(single, acc, drafted):
-    expected, found = by_the_rule(single, acc, drafted), outcomes(single, acc, drafted)
+    expected, actual = by_the_rule(single, acc, drafted), outcomes(single, acc, drafted)
     possible = expected > 0
-    assert expected.sum() == pytest.approx(1) and not found[~possible].any()
+    assert expected.sum() == pytest.approx(1) and not actual[~possible].any()
     if possible.sum() > 1:
-        test = stats.chisquare(found[possible] * DRAWS, expected[possible] * DRAWS)
+        test = stats.chisquare(actual[possible] * DRAWS, expected[possible] * DRAWS)
         assert test.pvalue > 1e-3
 
 

@@ -127,9 +127,9 @@ def test_a_node_sees_its_path_and_nothing_else(draft, known, other):
 @given(drafts(12), st.integers(1, 4))
 def test_intervals_are_the_mask_in_two_numbers_per_node(draft, known):
     trees = batch([np.zeros(known, np.int32)], [draft])
-    found = intervals(trees.parents)
-    enter, leave = found
-    assert found.dtype == np.int32 and sorted(enter) == list(range(len(trees.tokens)))
+    actual = intervals(trees.parents)
+    enter, leave = actual
+    assert actual.dtype == np.int32 and sorted(enter) == list(range(len(trees.tokens)))
     above = (enter <= enter[:, None]) & (enter[:, None] < leave)
     assert above.tolist() == ancestor_mask(trees, 0).tolist()
 

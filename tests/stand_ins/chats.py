@@ -60,25 +60,25 @@ def world():
 def chats():
     """All chats: records as JSON, sentences, tool calls, and comparisons behind a thought."""
     cities, persons = world()
-    found = []
+    result = []
     for name, facts in cities.items():
         record = json.dumps({"city": name, **facts})
-        found.append(Chat(f"Describe {name} as JSON.", record))
-        found.append(Chat(f"What is {name}?", _city(name, facts)))
+        result.append(Chat(f"Describe {name} as JSON.", record))
+        result.append(Chat(f"What is {name}?", _city(name, facts)))
         for what in ("weather", "time", "news"):
             call = json.dumps({"name": f"get_{what}", "arguments": {"city": name}})
             asked = f"What is the {what} in {name}?"
-            found.append(Chat(asked, f"<tool_call>\n{call}\n</tool_call>"))
+            result.append(Chat(asked, f"<tool_call>\n{call}\n</tool_call>"))
     for name, facts in persons.items():
-        found.append(Chat(f"Describe {name} as JSON.", json.dumps({"name": name, **facts})))
-        found.append(Chat(f"Who is {name}?", _person(name, facts)))
+        result.append(Chat(f"Describe {name} as JSON.", json.dumps({"name": name, **facts})))
+        result.append(Chat(f"Who is {name}?", _person(name, facts)))
         home = cities[facts["city"]]
-        found.append(Chat(f"Where does {name} live?", _city(facts["city"], home)))
+        result.append(Chat(f"Where does {name} live?", _city(facts["city"], home)))
     for one in cities:
         for other in cities:
             if one != other:
-                found.append(_compared(one, other))
-    return found
+                result.append(_compared(one, other))
+    return result
 
 
 def _city(name, facts):
@@ -105,9 +105,9 @@ def _compared(one, other):
 
 def split(seed, held=32):
     """Chats to learn from, and to be served: half of these are comparisons that were not learnt."""
-    found, random = chats(), np.random.default_rng(seed)
-    compared = [chat for chat in found if chat.question.startswith("Is ")]
-    others = [chat for chat in found if not chat.question.startswith("Is ")]
+    all_chats, random = chats(), np.random.default_rng(seed)
+    compared = [chat for chat in all_chats if chat.question.startswith("Is ")]
+    others = [chat for chat in all_chats if not chat.question.startswith("Is ")]
     random.shuffle(compared)
     random.shuffle(others)
     return [*others, *compared[held // 2 :]], [*others[: held // 2], *compared[: held // 2]]

@@ -123,15 +123,15 @@ def dspark(_: str, seed: int) -> StandIn:
 
 def mapped(_: str, seed: int) -> StandIn:
     """The same head, which proposes only the commonest third of the tokens: 96 % of the answers."""
-    found = eagle("", seed)
+    head = eagle("", seed)
 
     def make(folder: Path) -> None:
         (folder / "text.txt").write_text("\n".join(chat.answer for chat in chats()))
-        line = f"train --model {found.model} --token-map {folder / 'text.txt'} --out {folder}"
+        line = f"train --model {head.model} --token-map {folder / 'text.txt'} --out {folder}"
         assert main([*line.split(), "--draft-vocab", str(VOCAB // 3)]) == 0
 
     path = kept("map", seed, make) / "token_map.json"
-    return StandIn("EAGLE", found.model, found.draft, {"speculative_token_map": str(path)})
+    return StandIn("EAGLE", head.model, head.draft, {"speculative_token_map": str(path)})
 
 
 def prediction(which: str, seed: int) -> StandIn:

@@ -73,9 +73,9 @@ def test_drafts_are_accepted_and_texts_are_the_same(name, executor):
                 config = shaped(target.config, shape)
                 done, _ = serve(target, config, question, lambda *_: None)
                 assert [each.tokens for each in done] == [each.tokens for each in plain]
-                found = drafting(done)
+                report = drafting(done)
                 row[f"T={temperature}, {shape.nodes}"] = [
-                    round(each, 2) for each in (mean_length(found), *agreement(found))
+                    round(each, 2) for each in (mean_length(report), *agreement(report))
                 ]
             if not temperature:
                 pairs = zip(plain, served, strict=True)

@@ -18,11 +18,11 @@ def batches(seed, steps):
     """So many batches of chats of about one length: ids int64[B,T], wanted bool[B,T]; filled up
     behind their ends.
     """
-    random, found = np.random.default_rng(seed), [tokens(chat) for chat in split(seed)[0]]
-    found.sort(key=lambda pair: len(pair[0]))
+    random, texts = np.random.default_rng(seed), [tokens(chat) for chat in split(seed)[0]]
+    texts.sort(key=lambda pair: len(pair[0]))
     for _ in range(steps):
-        first = int(random.integers(0, len(found) - ROWS // 4))
-        near = found[max(first - 2 * ROWS, 0) : first + 2 * ROWS]
+        first = int(random.integers(0, len(texts) - ROWS // 4))
+        near = texts[max(first - 2 * ROWS, 0) : first + 2 * ROWS]
         rows = [near[n] for n in random.integers(0, len(near), ROWS)]
         width = max(len(ids) for ids, _ in rows)
         ids = torch.full((ROWS, width), EOS)
@@ -133,7 +133,7 @@ def assistant(hf, made, seed, steps):
 
     def loss_of(ids, wanted):
         with torch.no_grad():
-            found = hf.model(ids, use_cache=False, return_shared_kv_states=True)
+            outputs = hf.model(ids, use_cache=False, return_shared_kv_states=True)
             embedded = hf.model.embed_tokens(ids)
         rows = ids.shape[1] - DEPTHS
         row, key = torch.arange(1, 1 + rows)[:, None], torch.arange(ids.shape[1])
@@ -145,14 +145,14 @@ def assistant(hf, made, seed, steps):
             name: torch.zeros(each.shape).masked_fill(each, -torch.inf)[None, None]
             for name, each in hidden.items()
         }
-        state, loss = found.last_hidden_state[:, :rows], 0.0
+        state, loss = outputs.last_hidden_state[:, :rows], 0.0
         for depth in range(1, DEPTHS + 1):
             read = torch.cat([embedded[:, depth : depth + rows], state], -1)
             y = made.model(
                 inputs_embeds=made.pre_projection(read),
                 attention_mask=masks,
                 position_ids=row.T,
-                shared_kv_states=dict(found.shared_kv_states),
+                shared_kv_states=dict(outputs.shared_kv_states),
                 use_cache=False,
                 output_hidden_states=True,  # Else transformers 5.23 cuts what layers share.
             ).last_hidden_state

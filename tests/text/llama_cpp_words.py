@@ -112,14 +112,14 @@ def ids_of(binding: ModuleType, path: Path, texts: list[tuple[str, bool]]) -> li
     model = binding.llama_model_load_from_file(str(path).encode(), params)
     assert model, f"llama.cpp does not open {path}"
     vocab = binding.llama_model_get_vocab(model)
-    found = []
+    result = []
     for text, specials in texts:
         raw, room = text.encode(), 4 * len(text) + 8
         ids = (ctypes.c_int32 * room)()
         count = binding.llama_tokenize(vocab, raw, len(raw), ids, room, False, specials)
-        found.append(list(ids[:count]))
+        result.append(list(ids[:count]))
     binding.llama_model_free(model)
-    return found
+    return result
 
 
 def write(path: Path, name: str, text: str) -> list[str]:

@@ -169,9 +169,9 @@ def test_templates_that_take_everything_get_it_unchanged():
 def test_ids_are_shortened_alike_for_call_and_result():
     traits = prompt(TEMPLATES["mistral"], hard(), TOOLS)[1]
     assert traits.calls.short_ids
-    found, _ = adapted(hard(), TOOLS, traits)
-    made = {each["id"] for m in found for each in m.get("tool_calls") or ()}
-    assert {m["tool_call_id"] for m in found if m["role"] == "tool"} == made
+    messages, _ = adapted(hard(), TOOLS, traits)
+    made = {each["id"] for m in messages for each in m.get("tool_calls") or ()}
+    assert {m["tool_call_id"] for m in messages if m["role"] == "tool"} == made
     assert all(len(id) == 9 and id.isalnum() for id in made)
     own = [
         {"role": "user", "content": "u"},

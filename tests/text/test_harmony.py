@@ -58,8 +58,8 @@ def test_any_cut_gives_the_same(text, reasoning, content, calls):
     for cut in cuts:
         edges = [0, *cut, len(text)]
         parts = [text[a:b] for a, b in pairwise(edges)]
-        found = put_together(HarmonyReader(NAMES, f"{START}assistant"), parts)
-        assert found == (reasoning, content, calls), cut
+        events = put_together(HarmonyReader(NAMES, f"{START}assistant"), parts)
+        assert events == (reasoning, content, calls), cut
 
 
 def test_an_answer_without_room_is_no_answer_yet():
@@ -73,7 +73,7 @@ def test_reasoning_may_stay_in_the_content():
 
 
 @pytest.mark.parametrize(
-    ("begun", "text", "found"),
+    ("begun", "text", "events"),
     [
         (f"{START}assistant{FINAL}Two and", " two", ("", " two", [])),
         (f"{START}assistant{ANALYSIS}I", f" see{NEXT}{FINAL}it", (" see", "it", [])),
@@ -81,8 +81,8 @@ def test_reasoning_may_stay_in_the_content():
         (FINAL, "it", ("", "it", [])),
     ],
 )
-def test_a_prompt_may_begin_the_message(begun, text, found):
-    assert put_together(HarmonyReader(NAMES, begun), [text]) == found
+def test_a_prompt_may_begin_the_message(begun, text, events):
+    assert put_together(HarmonyReader(NAMES, begun), [text]) == events
 
 
 def test_the_message_that_a_prompt_ends_in():

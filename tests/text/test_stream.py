@@ -24,10 +24,10 @@ def whole(tokenizer, ids, stop=(), include_stop=False, skip_special=True):
     text = tokenizer.decode(ids[:mark], skip_special)
     ends = [(text.find(s) + len(s), -len(s), s) for s in stop if s and s in text]
     if not ends:
-        found = marks[ids[mark]] if mark < len(ids) else None
-        return text + (found or "") * include_stop, found
-    end, _, found = min(ends)
-    return text[: end if include_stop else end - len(found)], found
+        stopped = marks[ids[mark]] if mark < len(ids) else None
+        return text + (stopped or "") * include_stop, stopped
+    end, _, stopped = min(ends)
+    return text[: end if include_stop else end - len(stopped)], stopped
 
 
 def streamed(tokenizer, ids, *args):

@@ -117,12 +117,12 @@ def test_gemma_4_merges_by_its_own_list_and_cuts_at_line_breaks():
     with pytest.raises(ModelError, match=r"tokenizer\.ggml\.merges"):
         Tokenizer.from_gguf(own)
     own["tokenizer.ggml.merges"] = [" ".join(merge) for merge in merges]
-    found, other = Tokenizer.from_gguf(own), sentence_piece(spaced=False)
+    tokenizer, other = Tokenizer.from_gguf(own), sentence_piece(spaced=False)
     for text in ("the quick brown fox", "  a  b", "\u00e9\U0001f600", "x"):
-        assert list(found.encode(text)) == list(other.encode(text))
-        assert found.decode(found.encode_within(text)) == text
-    parts = (found.encode_within(part) for part in ("the", "\n\n", "fox"))
-    assert list(found.encode_within("the\n\nfox")) == [one for part in parts for one in part]
+        assert list(tokenizer.encode(text)) == list(other.encode(text))
+        assert tokenizer.decode(tokenizer.encode_within(text)) == text
+    parts = (tokenizer.encode_within(part) for part in ("the", "\n\n", "fox"))
+    assert list(tokenizer.encode_within("the\n\nfox")) == [one for part in parts for one in part]
 
 
 def test_a_gemma_4_ends_where_its_generation_config_says():
@@ -138,10 +138,11 @@ def test_a_gemma_4_ends_where_its_generation_config_says():
     for name, more in (("tokens", [*added]), ("token_type", [*added.values()])):
         own[f"tokenizer.ggml.{name}"] = [*plain[f"tokenizer.ggml.{name}"], *more]
     own["tokenizer.ggml.eos_token_id"] = size + 2
-    found = Tokenizer.from_gguf(own)
-    assert found.eos_ids[0] == size + 2
-    assert {size, size + 1, size + 2} <= {*found.eos_ids} & found.special_ids
-    assert size not in found.encode("<eos>") and size in found.encode("<eos>", specials=True)
+    tokenizer = Tokenizer.from_gguf(own)
+    assert tokenizer.eos_ids[0] == size + 2
+    assert {size, size + 1, size + 2} <= {*tokenizer.eos_ids} & tokenizer.special_ids
+    assert size not in tokenizer.encode("<eos>")
+    assert size in tokenizer.encode("<eos>", specials=True)
 
 
 PRES = ("smollm", "llama-bpe", "qwen2", "gpt-2", "tekken", "qwen35", "gpt-4o")
@@ -190,8 +191,8 @@ def test_words_are_those_of_llama_cpp(pre):
     cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in PRE_TOKENIZERS[pre].splits]
     differ = set()
     for index, words in enumerate(group["words"]):
-        found = pre_tokenizers.Sequence(cuts).pre_tokenize_str("".join(words))
-        if [word for word, _ in found] != words:
+        pieces = pre_tokenizers.Sequence(cuts).pre_tokenize_str("".join(words))
+        if [word for word, _ in pieces] != words:
             differ.add(index)
     assert differ == LLAMA_CPP_APPROXIMATES.get(pre, set())
 
@@ -673,10 +674,10 @@ def test_what_only_encoding_needs_is_made_when_a_text_is_encoded(monkeypatch):
     spec = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}}
     cuts = {"add_prefix_space": False, "trim_offsets": False, "use_regex": False}
     spec["decoder"] = {"type": "ByteLevel", **cuts}
-    found = Tokenizer._from_json(spec, (), None, lambda: spec)
-    assert found.decode([0, 1]) == "ab" and not made
-    found.warm_up()
-    assert found.encode("ba").tolist() == [1, 0] and len(made) == 1
+    tokenizer = Tokenizer._from_json(spec, (), None, lambda: spec)
+    assert tokenizer.decode([0, 1]) == "ab" and not made
+    tokenizer.warm_up()
+    assert tokenizer.encode("ba").tolist() == [1, 0] and len(made) == 1
     broken = Tokenizer._from_json(spec, (), None, lambda: spec)
     monkeypatch.setattr(encoders.models, "BPE", {}.pop)
     with pytest.raises(ModelError, match="cannot be built"):

@@ -116,9 +116,9 @@ def test_a_normalisation_table_is_obeyed(tmp_path):
     theirs = tokenizers.normalizers.Precompiled(base64.b64decode(table))
     text = "ef\ufb01cient \u2460\uff21\u2461"
     assert theirs.normalize_str(text) == "efficient 1A\u2461"
-    found = opened(tmp_path, **precompiled(table))
-    spelled = found.decode(found.encode(text))
-    assert spelled == found.decode(found.encode(theirs.normalize_str(text)))
+    tokenizer = opened(tmp_path, **precompiled(table))
+    spelled = tokenizer.decode(tokenizer.encode(text))
+    assert spelled == tokenizer.decode(tokenizer.encode(theirs.normalize_str(text)))
 
 
 @pytest.mark.parametrize(

@@ -383,8 +383,8 @@ def test_any_cut_gives_the_same_calls(format, text, content, calls):
     cuts = [(), range(1, len(text)), *((i,) for i in range(1, len(text)))]
     cuts += list(combinations(range(1, len(text), 3), 2))[::4][:200]
     for cut in cuts:
-        found = listened(ToolReader(format, TOOLS), pieces(text, cut))
-        assert found == (content, calls), cut
+        events = listened(ToolReader(format, TOOLS), pieces(text, cut))
+        assert events == (content, calls), cut
 
 
 def test_names_of_many_functions_are_read_when_an_answer_may_begin_with_one():
@@ -394,16 +394,16 @@ def test_names_of_many_functions_are_read_when_an_answer_may_begin_with_one():
     reader = ToolReader(HERMES, many)
     assert reader.push("Just a text with ```js``` in it.").content
     assert "_names" not in vars(reader._heads)
-    found = listened(ToolReader(HERMES, many), ['{"name": "f4', '9999", "arguments": {}}'])
-    assert found == ("", [["f49999", "{}"]])
+    events = listened(ToolReader(HERMES, many), ['{"name": "f4', '9999", "arguments": {}}'])
+    assert events == ("", [["f49999", "{}"]])
     assert listened(ToolReader(HERMES, many), ['{"name": "f50000"}'])[1] == []
 
 
 def test_without_parallel_calls_only_the_first_object_is_one():
     text = '{"name": "now", "arguments": {}}\n{"name": "now"}'
     for cut in range(len(text)):
-        found = listened(ToolReader(HERMES, TOOLS, several=False), pieces(text, [cut]))
-        assert found == ('{"name": "now"}', [["now", "{}"]])
+        events = listened(ToolReader(HERMES, TOOLS, several=False), pieces(text, [cut]))
+        assert events == ('{"name": "now"}', [["now", "{}"]])
 
 
 def test_white_space_without_end_is_not_held_back():
@@ -465,8 +465,8 @@ def test_the_template_shows_the_format(name):
     ],
 )  # fmt: skip
 def test_literals_of_python_become_json(written, read):
-    found = json.loads(json_of_literal(written))
-    assert found == (read if read is not None else json.loads(written))
+    parsed = json.loads(json_of_literal(written))
+    assert parsed == (read if read is not None else json.loads(written))
     assert json.loads(json_of_literal(written, "string")) == (
         read if written[0] in "'\"" else written
     )
@@ -546,8 +546,8 @@ def test_declared_names_may_be_long(length):
     texts[GEMMA] = f'<|tool_call>call:f{{{name}:<|"|>v<|"|>}}<tool_call|>'
     texts[GLM] = f"<tool_call>f\n<arg_key>{name}</arg_key>\n<arg_value>v</arg_value>\n</tool_call>"
     for format, text in texts.items():
-        found = listened(ToolReader(format, tools), pieces(text, range(0, len(text), 97)))[1]
-        assert [json.loads(arguments) for _, arguments in found] == [{name: "v"}], format.name
+        events = listened(ToolReader(format, tools), pieces(text, range(0, len(text), 97)))[1]
+        assert [json.loads(arguments) for _, arguments in events] == [{name: "v"}], format.name
 
 
 @pytest.mark.parametrize("format", [LFM2, QWEN, GEMMA], ids=lambda format: format.name)
@@ -617,11 +617,11 @@ def test_tools_calls_and_results_as_text():
     calls = [call, {"function": {"name": "f", "arguments": arguments}}]
     message = {"role": "assistant", "content": "Hm", "tool_calls": calls}
     for format in WRITTEN:
-        content, found = listened(
+        content, events = listened(
             ToolReader(format, TOOLS), [call_in_text(message, format)["content"]]
         )
         assert content == "Hm"
-        assert [json.loads(text) for _, text in found] == [{"a": 1}, arguments]
+        assert [json.loads(text) for _, text in events] == [{"a": 1}, arguments]
     result = {"role": "user", "content": "<tool_response>\nnoon\n</tool_response>"}
     assert result_in_text({"role": "tool", "content": "noon"}) == result
 
@@ -664,17 +664,17 @@ def test_granites_answers_stand_in_a_shell(text, answer):
     marks = Marks.found_in("between <think></think> and write between <response></response>")
     for cut in [(), range(1, len(text)), *combinations(range(1, len(text)), 2)]:
         reader = ReasoningReader(marks, Stage.UNDECIDED)
-        found = [*map(reader.push, pieces(text, cut)), reader.finish()]
-        assert ["".join(part) for part in zip(*found, strict=True)] == ["A", answer], cut
+        events = [*map(reader.push, pieces(text, cut)), reader.finish()]
+        assert ["".join(part) for part in zip(*events, strict=True)] == ["A", answer], cut
 
 
 def test_a_call_ends_a_thought_that_is_not_closed():
-    text, found = "Hm. <tool_call>\nx", set()
+    text, results = "Hm. <tool_call>\nx", set()
     for cut in [(), range(1, len(text)), *combinations(range(1, len(text)), 2)]:
         reader = ReasoningReader(THINK, Stage.THINKING, ends=("<tool_call>",))
         parts = [*map(reader.push, pieces(text, cut)), reader.finish()]
-        found.add(tuple(map("".join, zip(*parts, strict=True))))
-    assert found == {("Hm.", "<tool_call>\nx")}
+        results.add(tuple(map("".join, zip(*parts, strict=True))))
+    assert results == {("Hm.", "<tool_call>\nx")}
     assert QWEN.ends_thoughts == ("<tool_call>",) and HERMES.ends_thoughts == ()
     whole = (KIMI, DEEPSEEK3, DEEPSEEK31, MINIMAX, DSML, GCML)
     assert all(each.ends_thoughts == (each.opener,) for each in whole)
@@ -725,8 +725,8 @@ def test_the_word_behind_gemmas_opener_is_no_reasoning(stage, text, reasoning, a
     marks = Marks.found_in("{{ '<|channel>thought\n' + t + '<channel|>' }}")
     for cut in [(), range(1, len(text)), *((i,) for i in range(1, len(text)))]:
         reader = ReasoningReader(marks, stage)
-        found = [*map(reader.push, pieces(text, cut)), reader.finish()]
-        assert ["".join(part) for part in zip(*found, strict=True)] == [reasoning, answer], cut
+        events = [*map(reader.push, pieces(text, cut)), reader.finish()]
+        assert ["".join(part) for part in zip(*events, strict=True)] == [reasoning, answer], cut
     assert marks.stage("<|turn>model\n<|channel>thought\n") == Stage.THINKING
     assert marks.stage("<|channel>thought\n<channel|>") == Stage.ANSWERING
     assert marks.going_on("x", "\nA") == "x<|channel>thought\nA"

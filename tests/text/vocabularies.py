@@ -139,8 +139,8 @@ def vocabulary(name: str) -> Tokenizer:
 
 
 def _data() -> Path | None:
-    found = find_spec("mistral_common")
-    places = found.submodule_search_locations if found else None
+    spec = find_spec("mistral_common")
+    places = spec.submodule_search_locations if spec else None
     return Path(places[0]) / "data" if places else None
 
 
@@ -162,9 +162,9 @@ def _real(name: str) -> dict[str, Any]:
     data = _data()
     assert data is not None
     content = (data / REAL[name]).read_bytes()
-    found = _tekken(json.loads(content)) if content[:1] == b"{" else _protobuf(content)
+    vocabulary = _tekken(json.loads(content)) if content[:1] == b"{" else _protobuf(content)
     ends = {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-    return {f"tokenizer.ggml.{key}": value for key, value in (found | ends).items()}
+    return {f"tokenizer.ggml.{key}": value for key, value in (vocabulary | ends).items()}
 
 
 def _protobuf(content: bytes) -> dict[str, Any]:

@@ -85,19 +85,19 @@ def test_packed_blocks_are_blocks_one_at_a_time(hf, tmp_path, variant):
     for text, states, places in zip(texts, hidden, chosen.places.tolist(), strict=True):
         for place in places:
             assert 11 <= place < 23
-            found, alive = dense_block(draft, hf, text[: place + 1], states), True
+            actual, alive = dense_block(draft, hf, text[: place + 1], states), True
             if draft.head.pair:
                 tables = (draft.tensor(f"markov_head.markov_w{n}.weight") for n in (1, 2))
                 before, after = map(torch.from_numpy, tables)
                 above = torch.tensor(text[place : place + depth] + [0] * depth)[:depth]
-                found = (found + before[above] @ after.T).log_softmax(-1)
+                actual = (actual + before[above] @ after.T).log_softmax(-1)
             for step in range(min(depth, len(text) - 1 - place)):
                 wanted = int(vocabulary.draft_ids[text[place + step + 1]])
                 rows[step] += alive
-                alive = alive and int(found[step].argmax()) == wanted
+                alive = alive and int(actual[step].argmax()) == wanted
                 hits[step] += alive
                 if wanted >= 0:
-                    losses[step].append(-float(found[step, wanted]))
+                    losses[step].append(-float(actual[step, wanted]))
     expected = [np.mean(each) for each in losses]
     assert np.allclose([float(score.loss) for score in scores], expected, rtol=1e-3)
     assert [(int(score.hits), score.rows) for score in scores] == list(zip(hits, rows, strict=True))
@@ -114,17 +114,17 @@ def test_tables_and_confidence_have_the_gradients_of_autograd():
     read, weight, after = (torch.randn(shape, generator=generator) for shape in shapes)
     choice = torch.tensor([3, -1, 0, 39, 5, 5, 12])
     teacher = LikeliestTargets(choice.clamp_min(0)[:, None], torch.ones(7, 1))
-    found, expected = [read.clone(), after.clone()], [read.clone(), after.clone()]
-    for each in (*found, *expected):
+    actual, expected = [read.clone(), after.clone()], [read.clone(), after.clone()]
+    for each in (*actual, *expected):
         each.requires_grad_()
-    loss, right = summed_loss(found[0], weight, teacher, torch.arange(7), choice, found[1])
+    loss, right = summed_loss(actual[0], weight, teacher, torch.arange(7), choice, actual[1])
     (3 * loss).backward()
     logits = expected[0] @ torch.cat([weight, expected[1]], 1).T
     plain = torch.nn.functional.cross_entropy(logits, choice, reduction="sum", ignore_index=-1)
     (3 * plain).backward()
     assert torch.equal(right, logits.argmax(-1) == choice) and float(loss) > 0
     torch.testing.assert_close(loss, plain)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
 
 
@@ -202,8 +202,8 @@ def test_a_block_drafter_is_trained_and_served(untrained, tmp_path, kind, least)
     )  # fmt: skip
     with closing(open_target(config)) as target:
         chain, tree = served(target, untrained)
-        lengths = [sum(len(item.tokens) for item in found) / sum(i.stats.steps for i in found)
-                   for found in (chain, tree)]  # fmt: skip
+        lengths = [sum(len(item.tokens) for item in run) / sum(i.stats.steps for i in run)
+                   for run in (chain, tree)]  # fmt: skip
         print(lengths)
         assert lengths[0] > least and lengths[1] >= lengths[0], lengths
         question = Question("seen", tuple(untrained.questions), 0.0, 40, at_once=4)

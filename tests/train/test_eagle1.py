@@ -106,8 +106,8 @@ def test_noise_is_wider_in_short_texts():
     wanted = torch.zeros(2, 512, dtype=torch.bool)
     wanted[0, 500:] = wanted[1, 90:128] = True
     hidden = torch.ones(1024, 32)
-    found = noisy(hidden, wanted, 0.2, 3).view(2, 512, 32) - 1
-    for text, width in zip(found, (0.2, 0.8), strict=True):
+    noise = noisy(hidden, wanted, 0.2, 3).view(2, 512, 32) - 1
+    for text, width in zip(noise, (0.2, 0.8), strict=True):
         assert 0.49 * width < text.abs().max() <= 0.5 * width + 1e-6
         assert abs(text.mean()) < 0.01 * width
         assert text.std() == pytest.approx(width / 12**0.5, rel=0.02)
@@ -156,7 +156,7 @@ def test_what_was_learnt_is_accepted(untrained, tmp_path):
     )  # fmt: skip
     with closing(open_target(config)) as target:
         chain, tree = served(target, untrained)
-        agreed = [agreement(drafting(found)) for found in (chain, tree)]
+        agreed = [agreement(drafting(run)) for run in (chain, tree)]
         prompts = [target.chat.encode(list(each.messages)) for each in untrained.questions]
         known = list(zip(prompts, [np.array(each.tokens) for each in chain], strict=True))
         simulated = Simulation(checkpoint, draft, True, None).length(known, 3)

@@ -154,11 +154,11 @@ def test_a_pickled_head_is_the_same_head(tmp_path, dialect, monkeypatch):
     tensors = load_file(tmp_path / "head" / "model.safetensors")
     (tmp_path / "head" / "model.safetensors").unlink()
     torch.save(tensors, tmp_path / "head" / "pytorch_model.bin")
-    found = open_draft(tmp_path / "head", TARGET)
-    assert found.head == kept.head and np.array_equal(found.target_ids, kept.target_ids)
-    for name in expected_draft_tensors(found.head):
+    opened = open_draft(tmp_path / "head", TARGET)
+    assert opened.head == kept.head and np.array_equal(opened.target_ids, kept.target_ids)
+    for name in expected_draft_tensors(opened.head):
         if name != "d2t":
-            assert np.array_equal(found.tensor(name), kept.tensor(name))
+            assert np.array_equal(opened.tensor(name), kept.tensor(name))
 
 
 @pytest.mark.parametrize("config", [None, "", '{"hidden_size": 16', "[1]", "\x00"])

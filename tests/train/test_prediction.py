@@ -65,8 +65,8 @@ def test_unrolled_it_is_the_published_layer(tmp_path):
         tokens = text[0].tolist()
         expected = dense(hf, [made], False, tokens[: row + 2], tokens[row + 2 : row + 4])
         for step, logits in enumerate(expected):
-            found = layer.lm_head(reads[step][rows[step].index(row)])
-            assert torch.allclose(found, logits, atol=1e-3), (row, step)
+            actual = layer.lm_head(reads[step][rows[step].index(row)])
+            assert torch.allclose(actual, logits, atol=1e-3), (row, step)
 
 
 def test_what_cannot_be_trained_is_refused_before_the_work(untrained, tmp_path, capsys):
@@ -103,8 +103,8 @@ def test_a_prediction_layer_is_trained_and_served(untrained, tmp_path, executor)
         assert target.config.speculative_algorithm == "NEXTN+NGRAM"
         one, chain, tree = served(target, untrained, (1, 1, 1), speculative_algorithm="NEXTN")
     share = sum(i.stats.accepted for i in one) / sum(i.stats.draft_tokens for i in one)
-    lengths = [1 + sum(i.stats.accepted for i in found) / sum(i.stats.steps for i in found)
-               for found in (chain, tree)]  # fmt: skip
+    lengths = [1 + sum(i.stats.accepted for i in run) / sum(i.stats.steps for i in run)
+               for run in (chain, tree)]  # fmt: skip
     print(share, lengths)
     assert share > 0.97 and lengths[0] > 3.5 and lengths[1] >= lengths[0] - 0.05
 
@@ -116,10 +116,10 @@ def served(target, small, *more, **changes):
     texts = dict.fromkeys(prompt.text for prompt in small.questions)
     prompts = [target.chat.encode([{"role": "user", "content": text}]) for text in texts]
     requests = [make_request(each, target.tokenizer.eos_ids, max_tokens=73) for each in prompts]
-    config, found = replace(target.config, **changes), []
+    config, runs = replace(target.config, **changes), []
     for shape in (*more, (3, 3, 1), (12, 3, 4)):
-        found.append(answered(target, replace(config, **drafting(*shape)), requests)[0])
+        runs.append(answered(target, replace(config, **drafting(*shape)), requests)[0])
     off = replace(config, speculative_algorithm="OFF")
     plain = [item.tokens for item in answered(target, off, requests)[0]]
-    assert all([item.tokens for item in each] == plain for each in found)
-    return found
+    assert all([item.tokens for item in each] == plain for each in runs)
+    return runs

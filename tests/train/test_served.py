@@ -21,12 +21,12 @@ def prompts(count, longest=70):
 def outputs(author, asks):
     for key, ask in enumerate(asks):
         author.ask(key, ask)
-    found = {}
-    while len(found) < len(asks):
+    result = {}
+    while len(result) < len(asks):
         for key, ids in author.finished():
-            assert key not in found
-            found[key] = ids.tolist()
-    return found
+            assert key not in result
+            result[key] = ids.tolist()
+    return result
 
 
 def greedy_chats(folder, count, tokens, device="cpu"):
@@ -34,8 +34,8 @@ def greedy_chats(folder, count, tokens, device="cpu"):
     asks = [Ask(p, 0.0, i, tokens) for i, p in enumerate(prompts(count, 20))]
     config = EngineConfig(model=str(folder), device=device, context=96, max_sequences=count)
     with closing(load(config)) as loaded:
-        found = outputs(ServedAuthor(loaded), asks)
-    for key, ids in found.items():
+        served = outputs(ServedAuthor(loaded), asks)
+    for key, ids in served.items():
         written = np.concatenate([asks[key].prompt, np.array(ids, np.int32)])
         yield Chat(written, np.arange(len(written)) >= len(asks[key].prompt))
 

@@ -31,8 +31,8 @@ def test_features_and_logits_are_those_of_transformers(checkpoint):
     with torch.no_grad():
         reference = tiny.reference(checkpoint)
         output = reference(torch.from_numpy(TOKENS), output_hidden_states=True)
-    found, last = target.run(torch.from_numpy(TOKENS), (0, 1))
-    for ours, theirs in zip(found.split(64, -1), output.hidden_states, strict=False):
+    features, last = target.run(torch.from_numpy(TOKENS), (0, 1))
+    for ours, theirs in zip(features.split(64, -1), output.hidden_states, strict=False):
         assert (ours - theirs).abs().max() < 1e-4
     logits = target.logits(last.flatten(0, 1)).view(2, 70, -1)
     assert (logits - output.logits).abs().max() < 1e-4
@@ -43,21 +43,22 @@ def test_features_and_logits_are_those_of_transformers(checkpoint):
     ("family", "why"), [("qwen3_next", "recurrent states"), ("gemma4_text", "keys and values")]
 )
 def test_what_nothing_is_trained_beside(tmp_path, family, why):
-    found = FolderCheckpoint(tiny.save_folder(tiny.model(family), tmp_path))
+    source = FolderCheckpoint(tiny.save_folder(tiny.model(family), tmp_path))
     with pytest.raises(ModelError, match=why):
-        DenseTarget(found, "cpu", torch.float32)
+        DenseTarget(source, "cpu", torch.float32)
 
 
 def test_features_are_those_that_serving_hands_out(checkpoint):
     layers = (1, checkpoint.architecture.layers)
-    found, _ = DenseTarget(checkpoint, "cpu", torch.float32).run(torch.from_numpy(TOKENS), layers)
+    dense = DenseTarget(checkpoint, "cpu", torch.float32)
+    features, _ = dense.run(torch.from_numpy(TOKENS), layers)
     executor = TorchExecutor(checkpoint, limits(tiny.VOCAB, context=128))
     executor.request_aux_hidden_states(layers)
     with Driver(executor) as driver:
         for slot, tokens in enumerate(TOKENS):
             driver.open(slot, tokens)
         served = driver.step([Row(0), Row(1)]).outcome.features.tensor()
-    assert (served - found.flatten(0, 1)).abs().max() < 1e-4
+    assert (served - features.flatten(0, 1)).abs().max() < 1e-4
 
 
 def test_a_capped_target_is_not_taught_from_on_the_fly(checkpoint):

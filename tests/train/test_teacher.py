@@ -51,15 +51,15 @@ def test_twins(checkpoint):
 
 
 def test_chunks_change_no_bit(checkpoint, monkeypatch):
-    found = []
+    results = []
     for chunk in (512, 16):
         monkeypatch.setattr(hidden_states, "CHUNK", chunk)
         with core_teacher(checkpoint, FEATURES, 64, threads=1) as core:
             core(TOKENS[::-1], SCORED)  # What ran before is forgotten.
-            found.append(core(TOKENS, SCORED))
+            results.append(core(TOKENS, SCORED))
             with pytest.raises(EngineError, match="65 tokens"):
                 core(np.zeros(65, np.int32), SCORED)
-    for whole, cut in zip(*found, strict=True):
+    for whole, cut in zip(*results, strict=True):
         assert np.array_equal(whole, cut)
 
 

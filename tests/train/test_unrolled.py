@@ -70,11 +70,11 @@ def make(seed=0, **changes):
 
 def reads_of(head, batch, embed, steps, thin=1.0):
     """[steps,B,T,H], zero in rows that do not run."""
-    found = turns(batch.wanted, Unrolling(steps, thin=thin), seed=3)
+    steps_ = turns(batch.wanted, Unrolling(steps, thin=thin), seed=3)
     hidden = head.fuse(batch.features.flatten(0, 1))
-    reads = unrolled(head, batch.tokens, hidden, embed, found)
+    reads = unrolled(head, batch.tokens, hidden, embed, steps_)
     none = torch.zeros(batch.tokens.numel(), 16, dtype=torch.float64)
-    every = [none.index_copy(0, t.rows, read) for t, read in zip(found, reads, strict=True)]
+    every = [none.index_copy(0, t.rows, read) for t, read in zip(steps_, reads, strict=True)]
     return torch.stack(every).view(steps, *batch.tokens.shape, 16)
 
 

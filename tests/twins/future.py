@@ -24,17 +24,17 @@ def resume(future: FutureState, size: Size, given: RoundInputs) -> RoundInputs:
     carried = given["carried"] > 0
     state = future.state.index_select(0, given["slot"]).T
     where = torch.where(carried, state[:2], given["where"])
-    found = {**given, "where": where, "kv_len": where[0], "position": where[1]}
+    facts = {**given, "where": where, "kv_len": where[0], "position": where[1]}
     if size.nodes == 1:
-        return {**found, "tokens": torch.where(carried, state[2], given["tokens"])}
+        return {**facts, "tokens": torch.where(carried, state[2], given["tokens"])}
     depth = torch.minimum(given["deep"], given["last"] - where[0])
     make = _chain if future.width <= 1 else best_nodes
     nodes = make(future, size, given["slot"], state[2], given["most"], depth)
     for name, own in nodes.items():
         there = given[name].view(own.shape)
         which = carried if own.dim() == 1 else carried[:, None]
-        found[name] = torch.where(which, own, there).view(given[name].shape)
-    return found
+        facts[name] = torch.where(which, own, there).view(given[name].shape)
+    return facts
 
 
 def _chain(
@@ -85,14 +85,14 @@ def best_nodes(
     above = torch.where(parents < 0, 0, place.gather(1, parents.clamp_min(0)))
     nothing = torch.full_like(place[:, 0], NOTHING)
     count = 1 + place[:, -1]
-    found = {
+    nodes = {
         "count": count.int(),
         "tokens": sent(future.tokens.index_select(0, slot), token, 0),
         "parents": sent(above, nothing, NOTHING).int(),
         "depth": sent(levels.expand_as(place), torch.zeros_like(count), 0).int(),
     }
     deepest = min(size.nodes - 1, future.levels)
-    return found | {"tree_intervals": tree_intervals_of(size, found["parents"], count, deepest)}
+    return nodes | {"tree_intervals": tree_intervals_of(size, nodes["parents"], count, deepest)}
 
 
 def tree_intervals_of(size: Size, parents: Tensor, count: Tensor, deepest: int) -> Tensor:

@@ -34,7 +34,7 @@ class Recurrence:
         queries, keys = (
             part / np.sqrt((part * part).sum(-1, keepdims=True) + 1e-6) for part in (queries, keys)
         )
-        found = []
+        outputs = []
         for head, value in enumerate(values.reshape(about.value_heads, about.value_size)):
             group = head * about.key_heads // about.value_heads
             if about.tiled:
@@ -42,5 +42,5 @@ class Recurrence:
             key, state = keys[group], self.state[head]
             state *= decay[head]
             state += np.outer(key, beta[head] * (value - state.T @ key))
-            found.append(state.T @ queries[group] / np.sqrt(about.key_size))
-        return np.stack(found)
+            outputs.append(state.T @ queries[group] / np.sqrt(about.key_size))
+        return np.stack(outputs)

@@ -82,7 +82,7 @@ def grouped_loop(x: Tensor, matrices: Stacked, pairs: Pairs, k: int) -> Tensor:
     depend on shapes alone, so it can be captured.
     """
     rows = x.repeat_interleave(k, 0)
-    found = x.new_zeros(len(rows), matrices.numbers.shape[1])
+    result = x.new_zeros(len(rows), matrices.numbers.shape[1])
     for expert in range(len(matrices.numbers)):
         matrix = matrices.numbers[expert].to(x.dtype)
         product = F.linear(rows, matrix).float()
@@ -91,8 +91,8 @@ def grouped_loop(x: Tensor, matrices: Stacked, pairs: Pairs, k: int) -> Tensor:
         if matrices.bias is not None:
             product = product + matrices.bias[expert].float()
         mine = (pairs.expert == expert).unsqueeze(1)
-        found = torch.where(mine, product.to(x.dtype), found)
-    return found
+        result = torch.where(mine, product.to(x.dtype), result)
+    return result
 
 
 def twin(work):
@@ -107,11 +107,11 @@ def twin(work):
 
 def twins_of(parts):
     """The same of all functions of a dataclass, and of dataclasses in it."""
-    found = {each.name: getattr(parts, each.name) for each in fields(parts)}
+    result = {each.name: getattr(parts, each.name) for each in fields(parts)}
     return replace(
         parts,
-        **{name: twin(work) for name, work in found.items() if type(work).__name__ == "function"},
-        **{name: twins_of(work) for name, work in found.items() if is_dataclass(work)},
+        **{name: twin(work) for name, work in result.items() if type(work).__name__ == "function"},
+        **{name: twins_of(work) for name, work in result.items() if is_dataclass(work)},
     )
 
 

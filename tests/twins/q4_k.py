@@ -43,7 +43,7 @@ def scale_and_offset(x: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
     inverse = F(15) / np.where(flat, F(1), high - low)
     scale = F(1) / inverse
     q = _steps(inverse[:, None] * (x - low[:, None]))
-    best, found = _error(x, weight, q, scale, low), q
+    best, integers = _error(x, weight, q, scale, low), q
     total, mean = _sum(weight), _sum(weight * x)
     for attempt in _TRIES:
         tried = ((F(-1) + F(0.1) * attempt) + F(15)) / np.where(flat, F(1), high - low)
@@ -61,9 +61,9 @@ def scale_and_offset(x: AnyArray) -> tuple[AnyArray, AnyArray, AnyArray]:
         best, scale, low = (
             np.where(better, new, old) for new, old in ((error, best), (this, scale), (under, low))
         )
-        found = np.where(better[:, None], q, found)
-    scale, found = np.where(flat, F(0), scale), np.where(flat[:, None], F(0), found)
-    return scale, -low, found.astype(np.uint8)
+        integers = np.where(better[:, None], q, integers)
+    scale, integers = np.where(flat, F(0), scale), np.where(flat[:, None], F(0), integers)
+    return scale, -low, integers.astype(np.uint8)
 
 
 def _sixes(values: AnyArray) -> tuple[AnyArray, AnyArray]:
@@ -77,9 +77,9 @@ def _sixes(values: AnyArray) -> tuple[AnyArray, AnyArray]:
 def quantise(rows: AnyArray) -> AnyArray:
     """uint8[N, K/256*144] of float32[N,K], as a GGUF file stores Q4_K."""
     x = np.ascontiguousarray(rows, np.float32).reshape(-1, GROUPS, GROUP)
-    found = scale_and_offset(x.reshape(-1, GROUP))
-    scale, offset = (part.reshape(-1, GROUPS) for part in found[:2])
-    q = found[2].reshape(x.shape)
+    groups = scale_and_offset(x.reshape(-1, GROUP))
+    scale, offset = (part.reshape(-1, GROUPS) for part in groups[:2])
+    q = groups[2].reshape(x.shape)
     s, d = _sixes(scale)
     o, dmin = _sixes(offset)
     step = d.astype(np.float32)[:, None] * s

@@ -44,12 +44,12 @@ def sums(mixed, kernel, bias, windows, nodes, past):
     return window_sums(torch.cat([before, mixed.float()]), at.long(), kernel, bias)
 
 
-def real(nodes, found):
+def real(nodes, values):
     """Zeros where there is no node."""
     rows = len(nodes.count)
-    place = torch.arange(len(found) // rows, device=found.device)
+    place = torch.arange(len(values) // rows, device=values.device)
     there = (place < nodes.count[:, None]).flatten()
-    return torch.where(there.view(-1, *[1] * (found.dim() - 1)), found, 0.0)
+    return torch.where(there.view(-1, *[1] * (values.dim() - 1)), values, 0.0)
 
 
 def convolve(mixed, kernel, bias, states, nodes, past):
@@ -65,7 +65,7 @@ def score(about, numbers, states, nodes, past, known=None):
     tokens = tokens_of(about, numbers, passed_on(convolved))
     slots, _ = rows_of(nodes, total)
     above = [states.matrices.index_select(0, slots)]
-    found = []
+    outputs = []
     each = torch.arange(rows, device=slots.device)
     for place in range(total // rows):
         mine = tokens.ordered(each * (total // rows) + place)
@@ -73,8 +73,8 @@ def score(about, numbers, states, nodes, past, known=None):
         here = torch.stack(above)[parent.clamp(0, place).long(), each]
         delta.advance(here, mine)
         above.append(here)
-        found.append(delta.read(here, mine))
-    return real(nodes, torch.stack(found, 1).flatten(0, 1))
+        outputs.append(delta.read(here, mine))
+    return real(nodes, torch.stack(outputs, 1).flatten(0, 1))
 
 
 def by_known(about, numbers, states, nodes, known):

@@ -124,11 +124,11 @@ def same_drafts(one, other, rtol=1e-3):
     """
     assert one.keys() == other.keys() and one
     for where, mine in one.items():
-        for found, expected in zip(
+        for actual, expected in zip(
             *(map(paths, each) for each in (mine, other[where])), strict=True
         ):
-            assert found.keys() == expected.keys()
-            scores = [[each[path] for path in expected] for each in (found, expected)]
+            assert actual.keys() == expected.keys()
+            scores = [[each[path] for path in expected] for each in (actual, expected)]
             np.testing.assert_allclose(*scores, rtol=rtol, atol=1e-6)
 
 
@@ -144,11 +144,11 @@ def resumed(patch):
     """Return a list that gets, while `patch` holds, the tokens behind which each recurrent state
     went on from a checkpoint: 0 where it began anew.
     """
-    found, open_ = [], StateSlots.open
+    lengths, open_ = [], StateSlots.open
 
     def opened(self, slot_init):
-        found.append(slot_init.cached)
+        lengths.append(slot_init.cached)
         return open_(self, slot_init)
 
     patch.setattr(StateSlots, "open", opened)
-    return found
+    return lengths

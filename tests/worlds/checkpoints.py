@@ -26,10 +26,10 @@ class Checkpoints:
             hf = tiny.model(family, **{"max_position_embeddings": 512} | changes)
             folder = self._factory.mktemp(family)
             if kind:
-                found = GgufCheckpoint(tiny.write_gguf(hf, folder / "model.gguf", kind))
+                checkpoint = GgufCheckpoint(tiny.write_gguf(hf, folder / "model.gguf", kind))
             else:
-                found = FolderCheckpoint(tiny.save_folder(hf, folder))
-            self._made[key] = found
+                checkpoint = FolderCheckpoint(tiny.save_folder(hf, folder))
+            self._made[key] = checkpoint
         return self._made[key]
 
 

@@ -43,15 +43,15 @@ def expected(logits, cases, allowed=None, cuts=None):
     """The tokens that the host's rule chooses of logits [n,V], each by its case: see
     `native_choices`.
     """
-    empty, found = History(np.zeros(1, np.int32), 1), []
+    empty, result = History(np.zeros(1, np.int32), 1), []
     for n, (line, (seed, position, temperature)) in enumerate(zip(logits, cases, strict=True)):
         sampling = Sampling(temperature=temperature, seed=seed, **(cuts[n] if cuts else {}))
         if not np.isfinite(line.max()):  # Even where a mask hides it.
-            found.append(NOTHING)
+            result.append(NOTHING)
             continue
         bits = None if allowed is None else packed(allowed[n])
-        found.append(choose(process(line, sampling, empty, (), bits), sampling, position))
-    return found
+        result.append(choose(process(line, sampling, empty, (), bits), sampling, position))
+    return result
 
 
 def packed(allowed):

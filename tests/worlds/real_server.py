@@ -120,9 +120,9 @@ class Real(Server):
         again where it says "try again later": other work on the machine may be at fault.
         """
         route, body = self.requests[name]
-        found = []
-        assert wait_for(lambda: found.append(self.http.post(route, json=body)) or not busy(found))
-        return constant(found[-1], body)
+        texts = []
+        assert wait_for(lambda: texts.append(self.http.post(route, json=body)) or not busy(texts))
+        return constant(texts[-1], body)
 
     def answers(self):
         return {name: self.answer(name) for name in self.requests}
@@ -140,11 +140,11 @@ class Real(Server):
 
     def in_use(self) -> int:
         """Bytes of memory that it uses, those not counted which malloc keeps for later."""
-        found = 0
+        total = 0
         for pid in self.own():
             os.kill(pid, signal.SIGUSR1)
-            found += int(self.told.readline())
-        return found
+            total += int(self.told.readline())
+        return total
 
     def processor_seconds(self) -> float:
         """That it has used, its helpers' not counted."""
@@ -184,8 +184,8 @@ class Real(Server):
         """After a fault: healthy, the golden answers, nothing held, memory back within 5 %."""
         assert wait_for(self.healthy), self.logged()
         assert wait_for(lambda: not self.held()), self.load()
-        found = self.answers()
-        assert found == self.golden, (found, self.golden)
+        answers = self.answers()
+        assert answers == self.golden, (answers, self.golden)
         assert wait_for(lambda: not self.held())
         assert wait_for(lambda: not self.children("matcher_worker"))
         if memory:
@@ -233,19 +233,19 @@ class Load:
                 number += 1
                 route, body = self.server.requests.get(name) or new(number)
                 try:
-                    status, found = constant(http.post(route, json=body), body)
+                    status, parts = constant(http.post(route, json=body), body)
                 except httpx.TransportError as error:
                     self.broken.append((name, repr(error)))
                     continue
                 self.done += 1
                 if status != 200:
-                    self.refused += [(name, status, found)] if status != 429 else []
-                elif name in self.server.requests and (status, found) != self.server.golden[name]:
-                    self.wrong.append((name, found))
+                    self.refused += [(name, status, parts)] if status != 429 else []
+                elif name in self.server.requests and (status, parts) != self.server.golden[name]:
+                    self.wrong.append((name, parts))
 
 
-def busy(found: list[httpx.Response]) -> bool:
-    return found[-1].status_code == 429 or "worker_process_lost" in found[-1].text
+def busy(answers: list[httpx.Response]) -> bool:
+    return answers[-1].status_code == 429 or "worker_process_lost" in answers[-1].text
 
 
 def constant(response: httpx.Response, asked):
@@ -295,11 +295,11 @@ def forerun_serve(tmp_path, *flags, models=1, stderr=None, impatient=False, meas
     popen |= {"stderr": stderr} if stderr else {}
     with (
         os.fdopen(told, "rb") as answers,
-        servers.started(line, tmp_path / "server.log", False, **popen) as found,
+        servers.started(line, tmp_path / "server.log", False, **popen) as running,
     ):
         os.close(tell)
         try:
-            server = Real(found.process, found.url, found.log)
+            server = Real(running.process, running.url, running.log)
             server.told, server.models = answers, TWO if models == 2 else ()
             assert wait_for(server.healthy), server.logged()
             yield server

@@ -77,8 +77,8 @@ class Server:
         everybody = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
         parents = self.own() if helpers else [self.process.pid]
         mine = [pid for pid in everybody if status(pid)[1:2] in ([str(id)] for id in parents)]
-        found = [pid for pid in mine if alive(pid) and kind in command_line(pid)]
-        return [pid for pid in found if pid not in parents]
+        pids = [pid for pid in mine if alive(pid) and kind in command_line(pid)]
+        return [pid for pid in pids if pid not in parents]
 
     def connect(self, receive_buffer=None):
         sock = socket.socket()
