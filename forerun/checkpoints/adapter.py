@@ -36,7 +36,7 @@ _HARMLESS = (
     *("inference_mode", "revision", "auto_mapping", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "megatron_core", "peft_version", "runtime_config"),
     *("eva_config", "corda_config", "lora_ga_config", "loftq_config"),
-    *("rank_pattern", "ensure_weight_tying", "qalora_group_size", "target_parameters"),
+    *("ensure_weight_tying", "qalora_group_size", "target_parameters"),
 )
 """Keys that have no effect besides on the names and shapes of tensors."""
 
@@ -115,7 +115,10 @@ class _Scaling:
     def __init__(self, keys: Keys) -> None:
         if keys.get("peft_type") != "LORA":
             raise keys.unfit("peft_type", keys.get("peft_type"), "'LORA'")
-        self.rank = keys.integer("r")
+        ranks: dict[str, Any] = keys.get("rank_pattern", {})
+        if not isinstance(ranks, dict) or not all(isinstance(r, int) for r in ranks.values()):
+            raise keys.unfit("rank_pattern", ranks, "modules' names, and their ranks")
+        self._ranks = {keys.integer("r"), *ranks.values()}
         self._alpha = keys.real("lora_alpha", 8.0)
         self._rooted = keys.flag("use_rslora", False)
         keys.require("bias", "none")
@@ -134,7 +137,15 @@ class _Scaling:
         )
 
     def of(self, module: str, rank: int) -> float:
-        """Return the scale of a module's product with matrices of this rank."""
+        """Return the scale of a module's product with matrices of this rank. Raises ModelError for
+        a rank that adapter_config.json does not have.
+        """
+        if rank not in self._ranks:
+            known = ", ".join(map(str, sorted(self._ranks)))
+            raise ModelError(
+                f"{module} has the rank {rank}, but r and rank_pattern of {_CONFIG} say {known}: "
+                "its files are of different adapters"
+            )
         named = (a for key, a in self._alphas.items() if f".{module}".endswith(f".{key}"))
         alpha = float(next(named, self._alpha))
         return alpha / (rank**0.5 if self._rooted else rank)

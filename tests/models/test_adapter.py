@@ -16,7 +16,10 @@ def model(request, tmp_path_factory):
     return hf, FolderCheckpoint(tiny.save_folder(hf, tmp_path_factory.mktemp(request.param)))
 
 
-@pytest.mark.parametrize("config", [{}, {"use_rslora": True}, {"alpha_pattern": {"o_proj": 3.0}}])
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"use_rslora": True}, {"alpha_pattern": {"o_proj": 3.0}}, {"r": 8, "rank_pattern": {".": 4}}],
+)
 def test_an_adapter_is_what_peft_would_merge(model, tmp_path, config):
     """Also where files keep several matrices as one, or rows in another order."""
     hf, checkpoint = model
@@ -61,6 +64,8 @@ BAD = "base_model.model.model.layers.0.self_attn.q_proj"
         ({"alpha_pattern": {"q_proj": True}}, {}, "alpha_pattern"),
         ({"alpha_pattern": {"q_proj": float("inf")}}, {}, "alpha_pattern"),
         ({"alpha_pattern": {"q_proj": 10**400}}, {}, "alpha_pattern"),
+        ({"r": 8}, {}, "has the rank 4, but r and rank_pattern of adapter_config.json say 8"),
+        ({"rank_pattern": {"q_proj": "4"}}, {}, "rank_pattern"),
         ({}, {f"{BAD}.lora_magnitude_vector": (64,)}, "lora_magnitude_vector"),
         ({}, {"base_model.model.lm_head.lora_A.weight": (4, 64)}, "only one of"),
         ({}, {f"{BAD}.lora_A.weight": (4, 63)}, r"lora_A \[4, 63\]"),
