@@ -50,6 +50,7 @@ _MORE |= {"gemma4": "gemma4", "minimax-m2": "minimax-m2", "minimax_m2": "minimax
 _MORE |= dict.fromkeys(("deepseekv3", "deepseek_v3"), "deepseek-v3")
 _MORE |= dict.fromkeys(("deepseekv31", "deepseek_v31"), "deepseek-v3.1")
 _MORE |= dict.fromkeys(("deepseekv32", "deepseek_v32"), "deepseek-v3.2")
+_MORE |= dict.fromkeys(("deepseekv4", "deepseek_v4"), "deepseek-v4")
 _OTHERS = _KIMI | _QWEN | _SEED | _MORE | _HARMONY
 _TOOLS = {"auto": "auto"} | _HERMES | _LLAMA3 | _GLM | _OTHERS
 _THINKERS = ("deepseek-r1", "deepseek_r1", "qwen3", "qwen3-thinking", "glm45", "nemotron_3")

@@ -509,8 +509,8 @@ class ServeSettings:
             *("auto", "hermes", "llama3", "mistral", "mistral-args", "glm"),
             *("qwen3-coder", "seed-oss"),
             *("granite", "phi4", "kimi", "harmony", "lfm2", "gemma4"),
-            *("minimax-m2", "deepseek-v3", "deepseek-v3.1", "deepseek-v3.2", "gigachat3.5"),
-            "minicpm5",
+            *("minimax-m2", "deepseek-v3", "deepseek-v3.1", "deepseek-v3.2", "deepseek-v4"),
+            *("gigachat3.1", "gigachat3.5", "minicpm5"),
         ),
     )
     reasoning_end: str = option(

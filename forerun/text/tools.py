@@ -10,6 +10,7 @@ Coder does: an answer, or a fence in it, that begins with an offered function's 
     mistral-args  [TOOL_CALLS]f[ARGS]{...}, one after the other         newer ones of Mistral
     granite  <|tool_call|>[{"name": "f", "arguments": {...}}, ...]             Granite 3
     phi4     <|tool_call|>{"name": "f", "arguments": {...}}<|/tool_call|>       Phi-4 mini
+    gigachat3.1  <|function_call|>{"name": "f", "arguments": {...}}           GigaChat 3.1
     kimi     <|tool_calls_section_begin|><|tool_call_begin|>functions.f:0
              <|tool_call_argument_begin|>{...}<|tool_call_end|>...             Kimi K2
     deepseek-v3.1  <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}
@@ -23,6 +24,7 @@ Coder does: an answer, or a fence in it, that begins with an offered function's 
     minimax-m2   <minimax:tool_call>\n<invoke name="f">\n<parameter name="k">v</parameter>\n
              </invoke>\n...</minimax:tool_call>                                  MiniMax M2
     deepseek-v3.2  the same in tags of their own, which mark strings             DeepSeek V3.2
+    deepseek-v4  the same with tool_calls, not function_calls                     DeepSeek V4
     gigachat3.5  the same, called GCML                                          GigaChat 3.5
     minicpm5     <function name="f"><param name="k">v</param></function>             MiniCPM5
     gemma4   <|tool_call>call:f{k:<|"|>v<|"|>,n:1}<tool_call|>                   Gemma 4
@@ -137,6 +139,7 @@ LLAMA3 = ToolFormat("llama3", "", "", "parameters", alone=True)
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "]", "arguments", listed=True)
 GRANITE = ToolFormat("granite", "<|tool_call|>", "]", "arguments", listed=True)
 PHI4 = ToolFormat("phi4", "<|tool_call|>", "<|/tool_call|>", "arguments")
+GIGACHAT = ToolFormat("gigachat3.1", "<|function_call|>", "", "arguments")
 KIMI = ToolFormat(
     "kimi",
     "<|tool_calls_section_begin|>",
@@ -178,6 +181,12 @@ DSML = ToolFormat(
     tags=DSML_TAGS,
     together=True,
 )
+DSML4 = replace(
+    DSML,
+    name="deepseek-v4",
+    opener="<\uff5cDSML\uff5ctool_calls>",
+    closer="</\uff5cDSML\uff5ctool_calls>",
+)
 GCML = replace(
     DSML,
     name="gigachat3.5",
@@ -194,7 +203,7 @@ FORMATS = {
     for format in (
         *(HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GLM, QWEN, SEED),
         *(GRANITE, PHI4, KIMI, HARMONY, LFM2, GEMMA, MINIMAX, DSML, MINICPM),
-        *(DEEPSEEK3, DEEPSEEK31, GCML),
+        *(DEEPSEEK3, DEEPSEEK31, DSML4, GCML, GIGACHAT),
     )
 }
 
@@ -212,6 +221,7 @@ _SIGNS = (
     ("<tool_call>", HERMES),
     ("<|/tool_call|>", PHI4),
     (GEMMA.opener, GEMMA),
+    (GIGACHAT.opener, GIGACHAT),
     ("<|tool_call|>", GRANITE),
     (LFM2.opener, LFM2),
     ("<|tool_list_start|>", LFM2),
@@ -232,7 +242,7 @@ def format_of(template: str) -> ToolFormat:
         return HARMONY
     for sign, format in _SIGNS:
         if sign in template:
-            return format
+            return DSML4 if format is DSML and "tool_calls>" in template else format
     if DEEPSEEK31.opener in template and takes_tools(template):  # Else calls are those of a prompt.
         return DEEPSEEK3 if f"{FENCE}json" in template else DEEPSEEK31
     llama = takes_tools(template) and "parameters" in template and "ipython" in template

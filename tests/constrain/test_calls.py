@@ -60,6 +60,7 @@ WRITTEN = {
     f"```json\n{ROME}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
     "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {ROME}}}]',
     "phi4": f'<|tool_call|>{{"name": "weather", "arguments": {ROME}}}<|/tool_call|>',
+    "gigachat3.1": f'<|function_call|>{{"name": "weather", "arguments": {ROME}}}',
     "mistral-args": f"[TOOL_CALLS]weather[ARGS]{ROME}",
     "glm": "<tool_call>note\n<arg_key>text</arg_key>\n<arg_value>a < b</arg_value>\n"
     "<arg_key>mood</arg_key>\n<arg_value>sad</arg_value>\n"
@@ -86,10 +87,9 @@ WRITTEN["deepseek-v3.2"] = (
     f'<{DSML}parameter name="at" string="false">[1, 2]</{DSML}parameter>\n</{DSML}invoke>\n'
     f"</{DSML}function_calls>"
 )
-WRITTEN["gigachat3.5"] = (
-    WRITTEN["deepseek-v3.2"].replace("DSML", "GCML").replace("function_calls", "tool_calls")
-)
-TOGETHER = ("minimax-m2", "deepseek-v3.2", "gigachat3.5")
+WRITTEN["deepseek-v4"] = WRITTEN["deepseek-v3.2"].replace("function_calls", "tool_calls")
+WRITTEN["gigachat3.5"] = WRITTEN["deepseek-v4"].replace("DSML", "GCML")
+TOGETHER = ("minimax-m2", "deepseek-v3.2", "deepseek-v4", "gigachat3.5")
 WRITTEN["gemma4"] = (
     '<|tool_call>call:note{text:<|"|>a < b<|"|>,mood:<|"|>sad<|"|>,at:[1, 2]}<tool_call|>'
 )
@@ -109,6 +109,7 @@ MORE = {
     + WRITTEN["mistral"].partition("[{")[2].join("{ ")[:-1],
     "mistral-args": 2 * WRITTEN["mistral-args"],
     "phi4": 2 * WRITTEN["phi4"],
+    "gigachat3.1": 2 * WRITTEN["gigachat3.1"],
     "kimi": WRITTEN["kimi"].replace(
         "<|tool_calls_section_end|>",
         WRITTEN["kimi"].removeprefix("<|tool_calls_section_begin|>").replace(":0", ":1"),

@@ -12,9 +12,11 @@ from forerun.text.tools import (
     DEEPSEEK3,
     DEEPSEEK31,
     DSML,
+    DSML4,
     FORMATS,
     GCML,
     GEMMA,
+    GIGACHAT,
     GLM,
     GRANITE,
     HERMES,
@@ -321,6 +323,12 @@ VECTORS = [
         [["weather", OSLO], ["now", "{}"]],
     ),
     (
+        GIGACHAT,
+        f'Sure. <|function_call|>{{"name": "weather", "arguments": {OSLO}}}',
+        "Sure.",
+        [["weather", OSLO]],
+    ),
+    (
         PHI4,
         f'<|tool_call|>{{"name": "weather", "arguments": {OSLO}}}<|/tool_call|>'
         '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>',
@@ -436,6 +444,8 @@ def test_the_template_shows_the_format(name):
         "c.type + '<｜tool▁sep｜>' + c.function.name + '\\n' + '```json' + '\\n' }}{% endfor %}",
         "deepseek-v3.1": "{% for tool in tools %}{{ '<｜tool▁calls▁begin｜>' }}"
         "{{ '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' }}{% endfor %}",
+        "deepseek-v4": "{%- set dsml = '\uff5cDSML\uff5c' -%}{{- '<' + dsml + 'tool_calls>\\n' -}}",
+        "gigachat3.1": "{{- '<|function_call|>' + call | tojson -}}",
         "gigachat3.5": "{{- '<\uff5cGCML\uff5ctool_calls>\\n' -}}",
         "minicpm5": """{{- '<function name="' ~ tool_call.name ~ '">' }}""",
         "mistral": "{{ '[TOOL_CALLS]' }}",
@@ -513,7 +523,7 @@ def in_tags(format, names):
     return f"{format.opener}\n{''.join(body)}\n{format.closer}"
 
 
-@pytest.mark.parametrize("format", [QWEN, MINIMAX, DSML, GCML], ids=lambda format: format.name)
+@pytest.mark.parametrize("format", [QWEN, MINIMAX, DSML, DSML4, GCML], ids=lambda format: format.name)
 def test_parameters_in_tags_have_the_names_that_tools_declare(format):
     names = ["a>b", "a", "", " led", "two\nlines", 'x"y', "{0}"]
     parameters = {"type": "object", "properties": {name: {"type": "string"} for name in names}}
@@ -542,7 +552,7 @@ def test_declared_names_may_be_long(length):
     call = {"function": {"name": "f", "arguments": {name: "v"}}}
     message = {"role": "assistant", "tool_calls": [call]}
     texts = {format: call_in_text(message, format)["content"] for format in WRITTEN}
-    texts |= {format: in_tags(format, [name]) for format in (QWEN, MINIMAX, DSML, GCML)}
+    texts |= {format: in_tags(format, [name]) for format in (QWEN, MINIMAX, DSML, DSML4, GCML)}
     texts[GEMMA] = f'<|tool_call>call:f{{{name}:<|"|>v<|"|>}}<tool_call|>'
     texts[GLM] = f"<tool_call>f\n<arg_key>{name}</arg_key>\n<arg_value>v</arg_value>\n</tool_call>"
     for format, text in texts.items():
@@ -676,7 +686,7 @@ def test_a_call_ends_a_thought_that_is_not_closed():
         results.add(tuple(map("".join, zip(*parts, strict=True))))
     assert results == {("Hm.", "<tool_call>\nx")}
     assert QWEN.ends_thoughts == ("<tool_call>",) and HERMES.ends_thoughts == ()
-    whole = (KIMI, DEEPSEEK3, DEEPSEEK31, MINIMAX, DSML, GCML)
+    whole = (KIMI, DEEPSEEK3, DEEPSEEK31, MINIMAX, DSML, DSML4, GCML)
     assert all(each.ends_thoughts == (each.opener,) for each in whole)
 
 

@@ -19,6 +19,7 @@ from forerun.text.tools import (
     CLOSE_FENCE,
     FORMATS,
     GEMMA,
+    GIGACHAT,
     GLM,
     HARMONY,
     HERMES,
@@ -167,7 +168,7 @@ def _around(
 ) -> list[str]:
     """Return the rules from `start` down to the calls of functions with these names."""
     opener = calling.mark(format.begin)
-    between = {LLAMA3: '"; "', **dict.fromkeys((MISTRAL_ARGS, PHI4, GEMMA), opener)}
+    between = {LLAMA3: '"; "', **dict.fromkeys((MISTRAL_ARGS, PHI4, GEMMA, GIGACHAT), opener)}
     again = '", "' if format.listed else between.get(format, f'"\\n" {opener}')
     again = '"\\n"' if format.fenced else "" if format.together else again
     calls = f"call ({again} call)*" if calling.several else "call"
