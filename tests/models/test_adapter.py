@@ -18,7 +18,12 @@ def model(request, tmp_path_factory):
 
 @pytest.mark.parametrize(
     "config",
-    [{}, {"use_rslora": True}, {"alpha_pattern": {"o_proj": 3.0}}, {"r": 8, "rank_pattern": {".": 4}}],
+    [
+        {},
+        {"use_rslora": True},
+        {"alpha_pattern": {"o_proj": 3.0}},
+        {"r": 8, "rank_pattern": {".": 4}},
+    ],
 )
 def test_an_adapter_is_what_peft_would_merge(model, tmp_path, config):
     """Also where files keep several matrices as one, or rows in another order."""

@@ -105,3 +105,19 @@ def test_a_prompt_that_is_too_long_is_refused_all_the_same(fitting):
     assert answer.status_code == 400 and error["code"] == "context_length_exceeded"
     assert error["code"] in error["message"] and "maximum context length is" in error["message"]
     assert "no room for an answer" in error["message"] and "max_tokens" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "usual"), [("/v1/completions", "prompt", 16), ("/generate", "text", 128)]
+)
+def test_a_limit_that_the_client_left_out_is_cut_to_the_context(plain, path, text, usual):
+    for free in (1, usual - 1, usual, usual + 1):
+        answer = plain.post(
+            path,
+            json={text: "x" * (1023 - free), "sampling_params": {}}
+            if text == "text"
+            else {text: "x" * (1023 - free)},
+        )
+        assert answer.status_code == 200, answer.text
+    long = plain.post(path, json={text: "x" * 1024})
+    assert long.status_code == 400 and "no room for an answer" in long.text

@@ -137,6 +137,8 @@ def test_log_probabilities_of_the_prompt(client):
     echoed = ask(client, PATHS[1], echo=True, logprobs=2)["choices"][0]["logprobs"]
     first = plain["prompt_logprobs"][1][str(ord("i"))]
     assert first["logprob"] == echoed["token_logprobs"][1] and first["decoded_token"] == "i"
+    both = ask(client, PATHS[1], echo=True, prompt_logprobs=2)["choices"][0]
+    assert both["logprobs"] is None and both["prompt_logprobs"] == plain["prompt_logprobs"]
     ranks = [entry["rank"] for entry in plain["prompt_logprobs"][1].values()]
     assert {1, 2} <= set(ranks)
     assert len(plain["logprobs"]["tokens"]) == 24

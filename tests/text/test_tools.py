@@ -523,7 +523,9 @@ def in_tags(format, names):
     return f"{format.opener}\n{''.join(body)}\n{format.closer}"
 
 
-@pytest.mark.parametrize("format", [QWEN, MINIMAX, DSML, DSML4, GCML], ids=lambda format: format.name)
+@pytest.mark.parametrize(
+    "format", [QWEN, MINIMAX, DSML, DSML4, GCML], ids=lambda format: format.name
+)
 def test_parameters_in_tags_have_the_names_that_tools_declare(format):
     names = ["a>b", "a", "", " led", "two\nlines", 'x"y', "{0}"]
     parameters = {"type": "object", "properties": {name: {"type": "string"} for name in names}}

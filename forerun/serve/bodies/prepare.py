@@ -20,6 +20,7 @@ from forerun.serve.bodies.dialogue import constraint, dialogue, never, token_rul
 from forerun.serve.bodies.output_parser import OutputParser
 from forerun.serve.bodies.schema import (
     UNLIMITED,
+    USUAL_TOKENS,
     ChatBody,
     CompletionBody,
     Prompt,
@@ -140,12 +141,12 @@ def completion_generation(
     echoed = body.logprobs if body.echo else None
     told = [top for top in (echoed, body.prompt_logprobs) if top is not None]
     sampling = _sampling(body, loaded, body.logprobs, max(told, default=None))
-    longest = max(map(len, prompts))
-    free = max(loaded.context - longest, 1) if body.max_tokens == UNLIMITED else body.max_tokens
-    stopping = _stopping(body, sampling, free)
+    limit = USUAL_TOKENS if body.max_tokens is None else body.max_tokens
+    room = max(loaded.context - max(map(len, prompts)), 1)
+    stopping = _stopping(body, sampling, room if limit == UNLIMITED else limit)
     made = _generation(body, loaded, prompts, stopping, sampling, settings, continues_text=True)
     rules = token_rules(body, loaded.tokenizer) or constraint(body, settings)
-    return replace(made, rules=rules)
+    return replace(within(made, loaded.context) if body.max_tokens is None else made, rules=rules)
 
 
 def within(generation: Generation, context: int) -> Generation:

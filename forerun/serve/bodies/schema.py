@@ -451,11 +451,16 @@ def prompts(most: int) -> DescribedReader[tuple[Prompt, ...]]:
     return reader
 
 
+USUAL_TOKENS = 16
+"""Most tokens of a completion where max_tokens is left out (OpenAI)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompletionBody(SampledBody):
     """POST /v1/completions.
 
     suffix  the text after the answer, which is filled in between; "" = the prompt is continued
+    max_tokens  None = USUAL_TOKENS, or as many as the context has room for if that is fewer
     parse_special  control strings in a text prompt are their tokens, if there is no suffix
     """
 
@@ -463,7 +468,7 @@ class CompletionBody(SampledBody):
 
     prompt: tuple[Prompt, ...] = need(prompts(MAX_PROMPTS))
     suffix: str = accept(plain_text, "")
-    max_tokens: int = accept(integer(UNLIMITED, MAX_TOKENS), 16)
+    max_tokens: int | None = accept(integer(UNLIMITED, MAX_TOKENS))
     echo: bool = accept(boolean, False)
     logprobs: int | None = accept(integer(0, MAX_TOKENS))
     best_of: int | None = accept(integer(1, MAX_TOKENS))

@@ -211,7 +211,7 @@ def _echoes(body: CompletionBody, prompts: list[Ints], tokenizer: Tokenizer) -> 
     for given, ids in zip(body.prompt, prompts, strict=True):
         plain = isinstance(given, str) and body.truncate_prompt_tokens is None
         text = given if plain else tokenizer.decode(ids.tolist(), body.skip_special_tokens)
-        found.append(Echo(str(text), tuple(ids.tolist())))
+        found.append(Echo(str(text), () if body.logprobs is None else tuple(ids.tolist())))
     return tuple(found)
 
 

@@ -153,7 +153,7 @@ class ChatFormat:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that precedes its answer."""
+    """A prompt that precedes its answer. tokens: () = none of them is reported."""
 
     text: str
     tokens: tuple[int, ...]
@@ -240,7 +240,7 @@ class CompletionFormat:
         """Return the log-probabilities in the legacy format, as parallel lists. The first token of
         a prompt has none.
         """
-        if not (news.logprobs or (echo is not None and news.prompt_logprobs)):
+        if not (news.logprobs or (echo is not None and echo.tokens and news.prompt_logprobs)):
             return None
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         parts: dict[str, list[Any]] = {name: [] for name in names}

@@ -49,7 +49,7 @@ _NO_SESSIONS = "requests stand alone; prefixes are cached automatically"
 class SamplingParams(TokenFields):
     """`sampling_params`."""
 
-    max_new_tokens: int = accept(integer(0, MAX_TOKENS), 128)
+    max_new_tokens: int | None = accept(integer(0, MAX_TOKENS))
     min_new_tokens: int = accept(integer(0, MAX_TOKENS), 0)
     sampling_seed: int | None = accept(integer(-(2**63), 2**63 - 1))
     no_stop_trim: bool = accept(boolean, False)

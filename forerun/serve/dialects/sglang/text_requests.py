@@ -10,9 +10,13 @@ from forerun.serve.bodies.prepare import (
     MAX_SEQUENCES,
     Generation,
     completion_generation,
+    within,
 )
 from forerun.serve.bodies.schema import CompletionBody, Prompt
 from forerun.serve.dialects.sglang.schema import GenerateBody, PerText, SamplingParams
+
+USUAL_TOKENS = 128
+"""Most tokens of an answer where max_new_tokens is left out (SGLang)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,8 @@ def generation_of(
     id in token_ids_logprob.
     """
     found = completion_generation(_plain(text, body), loaded, settings)
+    if text.params.max_new_tokens is None:
+        found = within(found, loaded.context)
     if not (text.logprobs and text.ids):
         return found
     vocab = loaded.tokenizer.vocab_size
@@ -133,7 +139,7 @@ def _plain(text: TextRequest, body: GenerateBody) -> CompletionBody:
         prompt=(text.prompt,),
         n=given.n,
         stream=body.stream,
-        max_tokens=given.max_new_tokens,
+        max_tokens=USUAL_TOKENS if given.max_new_tokens is None else given.max_new_tokens,
         min_tokens=given.min_new_tokens,
         temperature=given.temperature,
         top_p=given.top_p,
