@@ -28,7 +28,7 @@ from forerun.serve.app import create_app
 from forerun.serve.bodies.wire import parse_json
 from forerun.serve.http.errors import ApiError
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 AT_ONCE = 16
 """Requests in flight, unless --max-sequences is larger."""
 FAILED = 500

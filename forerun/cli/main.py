@@ -49,6 +49,8 @@ EXIT_CODES: tuple[tuple[type[ForerunError], int], ...] = (
     (EngineError, 5),
 )
 INTERRUPTED, NO_OUTPUT = 130, 141
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What a write fails with on a full disk, beyond a quota and beyond the largest file allowed."""
 
 STARTED = monotonic()
 """When this process began, after Python's own start, in seconds on the monotonic clock."""
@@ -91,8 +93,8 @@ def explained(error: Exception) -> int:
         missing = f"this needs {package}, which is not installed: pip install "
         _print_error(f"{missing}'forerun[{EXTRAS[package]}]'{tools}.")
         code = 2
-    elif isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC):
-        if error.errno == errno.ENOSPC:
+    elif isinstance(error, OSError) and error.errno in (errno.EPIPE, *FULL):
+        if error.errno != errno.EPIPE:
             _print_error(f"the output cannot be written: {error.strerror}.")
         # Otherwise Python reports the error again when it closes stdout.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

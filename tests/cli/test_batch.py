@@ -37,17 +37,20 @@ def test_every_request_is_answered_once(files, capsys):
     write(
         line("a"), line("b", model="gpt-4", n=2),
         line("c", PLAIN, prompt="Hi", max_tokens=3), line("d", temperature="hot"),
+        line("e", "/v1/responses", input="Hi"), line("f", "/v1/embeddings", input="Hi"),
     )  # fmt: skip
     assert run("--json") == 1
     report = json.loads(capsys.readouterr().out)
-    assert (report["requests"], report["answered"], report["failed"]) == (4, 3, 1)
+    assert (report["requests"], report["answered"], report["failed"]) == (6, 5, 1)
     answers = read()
-    assert answers.keys() == {"a", "b", "c", "d"} and len({x["id"] for x in answers.values()}) == 4
+    assert [*sorted(answers)] == [*"abcdef"] and len({x["id"] for x in answers.values()}) == 6
     answer = answers["a"]["response"]
     assert answer["status_code"] == 200 and answer["request_id"] and answers["a"]["error"] is None
     assert len(answer["body"]["choices"][0]["message"]["content"]) == 6
     assert len(answers["b"]["response"]["body"]["choices"]) == 2
     assert answers["c"]["response"]["body"]["choices"][0]["text"] == "dje"
+    assert answers["e"]["response"]["body"]["output"][0]["content"][0]["text"]
+    assert answers["f"]["response"]["body"]["data"][0]["embedding"]
     assert answers["d"]["response"]["status_code"] == 400
     assert answers["d"]["response"]["body"]["error"]["param"] == "temperature"
 
@@ -163,7 +166,7 @@ def test_a_link_to_the_output_stays_one(files, tmp_path):
         ("a", json.dumps(line("a") | {"body": "hi"}), "its body must be an object."),
         (
             "a",
-            '{"custom_id": "a", "url": "/v1/embeddings", "body": {}}',
+            '{"custom_id": "a", "url": "/v1/rerank", "body": {}}',
             "a request is a POST to one of",
         ),
         ("good", json.dumps(line("good")), "the custom_id 'good' was there before"),

@@ -1,6 +1,7 @@
 import importlib
 import json
 import signal
+import shlex
 import subprocess
 import sys
 from io import BytesIO, TextIOWrapper
@@ -382,4 +383,14 @@ def test_a_full_disk_is_said():
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     assert done.returncode == 141
     assert "the output cannot be written: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="this system has no limits of files' sizes")
+def test_a_file_that_may_not_grow_is_said(tmp_path):
+    command = [sys.executable, "-m", "forerun", "run", "Hi", "--model", "toy"]
+    limited = ["sh", "-c", f"ulimit -f 0; exec {shlex.join(command)} > out"]
+    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 141
+    assert "the output cannot be written: File too large" in done.stderr
     assert "Traceback" not in done.stderr
