@@ -16,6 +16,7 @@ Exit codes:
 """
 
 import errno
+import faulthandler
 import importlib
 import os
 import signal
@@ -149,7 +150,7 @@ def _end(_sent: int, _frame: FrameType | None) -> None:
 
 def console() -> None:
     """Run the `forerun` command and exit with `main`'s code. SIGTERM and SIGHUP end it as Ctrl+C
-    does.
+    does; SIGBUS (a model's file is cut while it is read) and SIGSEGV print what ran.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     for each in (signal.SIGINT, signal.SIGHUP):  # Ignored in the background and by nohup.
@@ -158,6 +159,7 @@ def console() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:  # Closed by the parent, as by `>&-`.
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    faulthandler.enable()
     # Characters that the terminal cannot show are replaced.
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     sys.exit(main())

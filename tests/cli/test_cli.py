@@ -1,7 +1,7 @@
 import importlib
 import json
-import signal
 import shlex
+import signal
 import subprocess
 import sys
 from io import BytesIO, TextIOWrapper
@@ -394,3 +394,17 @@ def test_a_file_that_may_not_grow_is_said(tmp_path):
     assert done.returncode == 141
     assert "the output cannot be written: File too large" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_command_that_is_killed_by_a_fault_says_what_ran():
+    """A model's file that is cut while it is read ends a process by SIGBUS."""
+    program = (
+        "import os, signal\nimport forerun.cli.main as cli\n"
+        "def main(): os.kill(os.getpid(), signal.SIGBUS)\n"
+        "cli.main = main\ncli.console()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGBUS
+    assert "Bus error" in done.stderr and "in console" in done.stderr
