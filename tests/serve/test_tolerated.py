@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from forerun.errors import RequestError
 from forerun.serve.bodies.dialogue import effort_names, template_of
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.schema import ChatBody, CompletionBody
@@ -129,7 +130,18 @@ def test_efforts_that_a_template_knows():
             template.close()
             return names
 
+    both = "{{ reasoning_effort }}{% if enable_thinking %}{% endif %}"
     assert told("high", "{{ reasoning_effort }}") == {"reasoning_effort": "high"}
+    assert told("none", "{{ reasoning_effort }}") == {"reasoning_effort": "none"}
+    assert told("high", both) == {"reasoning_effort": "high", "enable_thinking": True}
+    assert told("none", both) == {"enable_thinking": False}
+    # DeepSeek V3.1, Kimi K2.5, Granite 3.3; a field of messages and prose are none.
+    assert told("high", "{% if not thinking is defined %}{% endif %}") == {"thinking": True}
+    assert told("none", "{%- if thinking is defined and thinking is false -%}{%- endif -%}") == {
+        "thinking": False
+    }
+    assert told("none", "{% if thinking %}{% endif %}") == {"thinking": False}
+    assert told("high", "Begin by thinking. {% if m.thinking %}{% endif %}") == {}
     assert told("none", "{% if enable_thinking %}{% endif %}") == {"enable_thinking": False}
     assert told("low", "{% if enable_thinking %}{% endif %}") == {"enable_thinking": True}
     assert told("low", "plain") == {}
@@ -253,3 +265,44 @@ def test_an_answer_begins_or_goes_on_but_not_both(client):
 def test_without_a_chat_template_both_ways_on_are_named():
     with pytest.raises(ApiError, match=r"^base has no .*; use /v1/completions, .*--chat-template"):
         template_of(SimpleNamespace(chat=None, name="base"))
+
+
+@pytest.mark.parametrize(
+    ("switch", "effort"),
+    [
+        ({"enable_thinking": False}, "none"),
+        ({"enable_thinking": True}, "medium"),
+        ({"thinking": {"type": "disabled"}}, "none"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9, "keep": "all"}}, "medium"),
+        ({"thinking": {"type": "enabled", "clear_thinking": False}}, "medium"),
+        ({"thinking": {"type": "adaptive"}, "reasoning_effort": "high"}, "high"),
+        ({"thinking": False, "reasoning_effort": "high"}, "none"),
+        ({"enable_thinking": False, "thinking": {"type": "disabled"}}, "none"),
+        ({"reasoning": {"enabled": True}}, "medium"),
+        ({"reasoning": {"effort": "low"}}, "low"),
+        ({"thinking": {"type": "auto"}}, None),
+    ],
+)
+def test_switches_of_other_services(switch, effort):
+    with toy_loaded() as loaded:
+        template = ChatTemplate("{{ reasoning_effort }}", loaded.tokenizer)
+        names = effort_names(read(ChatBody, CHAT | switch), template)
+        template.close()
+    assert names == ({} if effort is None else {"reasoning_effort": effort})
+    budget = 9 if "budget_tokens" in str(switch) else None
+    assert read(ChatBody, CHAT | switch).asked_budget[1] == budget
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [
+        ({"thinking": {"type": "on"}}, "thinking.type"),
+        ({"thinking": 1}, "thinking"),
+        ({"enable_thinking": "false"}, "enable_thinking"),
+        ({"enable_thinking": True, "thinking": {"type": "disabled"}}, "thinking"),
+    ],
+)
+def test_switches_that_say_nothing(body, place):
+    with pytest.raises(RequestError) as error:
+        read(ChatBody, CHAT | body)
+    assert error.value.field == place

@@ -1,5 +1,6 @@
 """A conversation's settings beyond its text: tools, reasoning, a constraint."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,9 @@ from forerun.text.reasoning import TAIL, Marks, ReasoningReader, Stage
 from forerun.text.tokenizer import Tokenizer
 from forerun.text.tools import FORMATS, HARMONY, ToolFormat, ToolReader
 from forerun.types import Ints
+
+_SWITCHES = re.compile(r"\benable_thinking\b|(?:(?<=if )|(?<=if not ))thinking\b")
+"""Variables by which chat templates switch reasoning on or off: elsewhere `thinking` is a word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,21 +228,23 @@ def _opens(body: ConversationFields) -> bool:
 
 
 def _effort(body: ChatBody) -> str | None:
-    """Return the request's reasoning effort; None = the template's default."""
-    asked = body.reasoning
-    if body.reasoning_effort is not None or asked is None:
-        return body.reasoning_effort
-    return "none" if asked.enabled is False else asked.effort
+    """Return the request's reasoning effort; None = the template's default. That reasoning is
+    switched off holds beside any effort.
+    """
+    asked = None if body.reasoning is None else body.reasoning.asked
+    return asked if asked == "none" else body.reasoning_effort or asked
 
 
 def effort_names(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
-    """Return the template's variables for `reasoning_effort`; {} if it has none."""
+    """Return the template's variables for `reasoning_effort`; {} if it has none. One that switches
+    reasoning off has not to know the effort "none".
+    """
     effort = _effort(body)
-    if effort is not None and "reasoning_effort" in template.source:
-        return {"reasoning_effort": effort}
-    if effort is not None and "enable_thinking" in template.source:
-        return {"enable_thinking": effort != "none"}
-    return {}
+    if effort is None:
+        return {}
+    names: dict[str, Any] = dict.fromkeys(_SWITCHES.findall(template.source), effort != "none")
+    grades = "reasoning_effort" in template.source and not (names and effort == "none")
+    return names | ({"reasoning_effort": effort} if grades else {})
 
 
 def budget_name(body: ChatBody, template: str) -> dict[str, Any]:

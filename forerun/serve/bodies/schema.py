@@ -33,6 +33,12 @@ from forerun.serve.bodies.fields import (
     whatever,
 )
 from forerun.serve.bodies.messages import NO_MEDIA, USE_TOOLS, content, messages
+from forerun.serve.bodies.reasoning import (
+    EFFORTS,
+    ReasoningOptions,
+    reasoning,
+    thinking_budget,
+)
 from forerun.serve.bodies.structure import ConstrainedBody
 from forerun.serve.bodies.tools import Tool, ToolChoice, tool_choice, tools
 from forerun.serve.bodies.unused import UNUSED
@@ -40,7 +46,6 @@ from forerun.serve.bodies.unused import UNUSED
 MAX_TOKENS = 2**31 - 1
 UNLIMITED = -1
 """Value of max_tokens: as many as the context has room for."""
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 FORMATS = ("auto", "deepseek", "none")
 """Formats of reasoning, by llama.cpp's names."""
 MAX_PROMPTS = 256
@@ -320,24 +325,6 @@ class ConversationFields(TemplateFields):
     continue_final_message: bool = accept(boolean, False)
 
 
-NO_BUDGET = -1
-"""Value of a thinking budget: only max_tokens limits the reasoning."""
-thinking_budget = integer(NO_BUDGET, MAX_TOKENS)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReasoningOptions(Declaration):
-    """`reasoning`, in OpenRouter's format."""
-
-    effort: str | None = accept(only(*EFFORTS, why="these are the efforts"))
-    max_tokens: int | None = accept(thinking_budget)
-    enabled: bool | None = accept(boolean)
-    unused: ClassVar[dict[str, Unused]] = {
-        "exclude": Unused(boolean),
-        "summary": Unused(text(64)),
-    }
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatBody(SampledBody, ConversationFields):
     """POST /v1/chat/completions. The conversations of other dialects are converted to this body."""
@@ -357,7 +344,7 @@ class ChatBody(SampledBody, ConversationFields):
         only(*FORMATS, why="reasoning is separate from the content, or not")
     )
     reasoning_effort: str | None = accept(only(*EFFORTS, why="these are the efforts"))
-    reasoning: ReasoningOptions | None = accept(part(ReasoningOptions))
+    reasoning: ReasoningOptions | None = accept(reasoning)
     thinking_token_budget: int | None = accept(thinking_budget)
     thinking_budget_message: str | None = accept(text(MAX_STOP_TEXT))
     modalities: list[str] | None = accept(only(["text"], why=NO_MEDIA))
@@ -370,6 +357,8 @@ class ChatBody(SampledBody, ConversationFields):
 
     renamed: ClassVar[dict[str, str]] = {
         **SampledBody.renamed,
+        "enable_thinking": "reasoning",
+        "thinking": "reasoning",
         "thinking_budget": "thinking_token_budget",
         "thinking_budget_tokens": "thinking_token_budget",
         "reasoning_budget_tokens": "thinking_token_budget",

@@ -28,15 +28,14 @@ from forerun.serve.bodies.fields import (
     whatever,
 )
 from forerun.serve.bodies.messages import MAX_MESSAGES, NO_MEDIA, history, joined
+from forerun.serve.bodies.reasoning import EFFORTS, thinking_budget
 from forerun.serve.bodies.schema import (
-    EFFORTS,
     MAX_TOKENS,
     NO_MODERATION,
     RequestBody,
     SamplingFields,
     SpeculativeOptions,
     cache_salt,
-    thinking_budget,
     untraced,
 )
 from forerun.serve.bodies.structure import json_object_rules, named_rules
