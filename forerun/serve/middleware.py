@@ -25,7 +25,7 @@ from forerun.serve.observe.logs import FIELDS
 
 log = logging.getLogger("forerun.serve")
 
-OPEN_PATHS = ("/health", "/")
+OPEN_PATHS = ("/health", "/v1/health", "/")
 """Paths that need no key."""
 OPEN_PREFIX = "/ui/"
 """Files of the web UI need no key either: they are the same everywhere, and ask the user for it."""

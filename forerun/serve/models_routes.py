@@ -90,10 +90,12 @@ async def metrics(request: Request) -> Response:
 
 MODELS_ROUTES = [
     Route("/v1/models", models),
+    Route("/models", models, name="llama_models"),
     Route("/v1/models/{name:path}", model),
     Route("/api/tags", tags),
     Route("/api/ps", ps),
     Route("/health", health),
+    Route("/v1/health", health, name="llama_health"),
     Route("/metrics", metrics),
     Route("/version", version),
     Route("/api/version", version, name="ollama_version"),

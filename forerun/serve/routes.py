@@ -135,9 +135,11 @@ ROUTES = [
     answering("/v1/messages", MessagesDialect),
     Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
     Route("/v1/models", models),
+    Route("/models", models, name="llama_models"),
     Route("/v1/models/{name:path}", model),
     *TOKEN_ROUTES,
     Route("/health", health),
+    Route("/v1/health", health, name="llama_health"),
     Route("/metrics", metrics),
     Route("/version", version),
 ]

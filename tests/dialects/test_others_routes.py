@@ -118,3 +118,5 @@ def test_chat_completions_without_v1(server):
     with_it, without = (server.post(f"{at}/chat/completions", body) for at in ("/v1", ""))
     assert without.status_code == 200
     assert with_it.json()["choices"] == without.json()["choices"]
+    for whole, other in (("/v1/models", "/models"), ("/health", "/v1/health")):
+        assert server.http.get(other).json() == server.http.get(whole).json()

@@ -150,7 +150,8 @@ def test_an_engine_that_dies(tmp_path):
 def test_api_keys(tmp_path):
     with serving(tmp_path, settings={"api_keys": ["one-key", "two-key"]}) as server:
         assert server.http.get("/health").status_code == 200
-        paths = ("/v1/models", "/metrics", "/server_info", "/version", "/nothing")
+        assert server.http.get("/v1/health").status_code == 200
+        paths = ("/v1/models", "/models", "/metrics", "/server_info", "/version", "/nothing")
         for path in paths:
             answer = server.http.get(path)
             assert code_of(answer) == (401, "invalid_api_key")
