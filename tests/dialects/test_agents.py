@@ -16,6 +16,7 @@ openai = LazyModule("openai")
 
 TOOL = {"name": "travel", "description": "Plan a journey.", "input_schema": PLACE}
 FUNCTION = {"type": "function", "name": "travel", "parameters": PLACE, "strict": True}
+BUDGET = {"type": "tokens", "total": 20_000}
 EDITS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
 
@@ -39,11 +40,13 @@ def test_claude_codes_fields(claude):
     sent = {"model": "claude-sonnet", "max_tokens": 8, "messages": messages,
             "system": [{"type": "text", "text": "Plan.", "cache_control": {"type": "ephemeral"}}],
             "tools": [search, {**TOOL, "defer_loading": True}], "metadata": {"user_id": "me"},
-            "extra_body": {"context_management": EDITS}}  # fmt: skip
+            "extra_body": {"context_management": EDITS, "speed": "fast",
+                           "output_config": {"task_budget": BUDGET}}}  # fmt: skip
     answer = claude.messages.with_raw_response.create(**sent)
     assert answer.parse().usage.output_tokens == 8
     ignored = answer.headers["x-forerun-ignored"].split(", ")
-    assert {"context_management", "metadata"} <= set(ignored)
+    fields = {"context_management", "metadata", "speed", "output_config.task_budget"}
+    assert fields <= set(ignored)
     with claude.messages.stream(**sent) as stream:
         assert stream.get_final_message().usage.output_tokens == 8
     counted = {name: sent[name] for name in ("model", "messages", "system", "tools")}

@@ -289,6 +289,7 @@ class OutputConfig(Declaration):
 
     effort: str | None = accept(only("low", "medium", "high", "xhigh", "max", why="these exist"))
     format: _Format | None = accept(part(_Format))
+    unused: ClassVar[dict[str, Unused]] = {"task_budget": Unused(mapping)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,7 +305,6 @@ class CountBody(RequestBody):
     thinking: ThinkingConfig | None = accept(part(ThinkingConfig))
     output_config: OutputConfig | None = accept(part(OutputConfig))
     output_format: _Format | None = accept(part(_Format))
-    speed: str | None = accept(only("standard", why="there is one speed"))
 
     refused: ClassVar[dict[str, str]] = {
         "mcp_servers": OWN_TOOLS,
@@ -314,6 +314,7 @@ class CountBody(RequestBody):
     unused: ClassVar[dict[str, Unused]] = {
         "cache_control": Unused(mapping),
         "context_management": Unused(mapping),
+        "speed": Unused(only("standard", "fast", why="it is one of these"), "standard"),
         "user_profile_id": Unused(plain_text),
         "workspace_id": Unused(plain_text),
     }
