@@ -272,6 +272,8 @@ def test_without_a_chat_template_both_ways_on_are_named():
     [
         ({"enable_thinking": False}, "none"),
         ({"enable_thinking": True}, "medium"),
+        ({"think": False}, "none"),
+        ({"think": "low"}, "low"),
         ({"thinking": {"type": "disabled"}}, "none"),
         ({"thinking": {"type": "enabled", "budget_tokens": 9, "keep": "all"}}, "medium"),
         ({"thinking": {"type": "enabled", "clear_thinking": False}}, "medium"),
@@ -298,6 +300,7 @@ def test_switches_of_other_services(switch, effort):
     [
         ({"thinking": {"type": "on"}}, "thinking.type"),
         ({"thinking": 1}, "thinking"),
+        ({"think": "much"}, "think"),
         ({"enable_thinking": "false"}, "enable_thinking"),
         ({"enable_thinking": True, "thinking": {"type": "disabled"}}, "thinking"),
     ],

@@ -60,7 +60,11 @@ class ReasoningOptions(Declaration):
 _object = part(ReasoningOptions)
 
 
-@takes({"anyOf": [boolean.schema, _object.schema]})
+@takes({"anyOf": [boolean.schema, {"enum": [*EFFORTS]}, _object.schema]})
 def reasoning(value: Any, where: str) -> ReasoningOptions:
-    """Read an object with the options, or a flag (`enable_thinking` of Qwen's services)."""
+    """Read an object with the options, a flag (`enable_thinking` of Qwen's services) or an effort
+    (Ollama's `think`).
+    """
+    if isinstance(value, str):
+        return ReasoningOptions(effort=only(*EFFORTS, why="these are the efforts")(value, where))
     return ReasoningOptions(enabled=value) if isinstance(value, bool) else _object(value, where)

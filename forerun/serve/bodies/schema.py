@@ -358,6 +358,7 @@ class ChatBody(SampledBody, ConversationFields):
     renamed: ClassVar[dict[str, str]] = {
         **SampledBody.renamed,
         "enable_thinking": "reasoning",
+        "think": "reasoning",
         "thinking": "reasoning",
         "thinking_budget": "thinking_token_budget",
         "thinking_budget_tokens": "thinking_token_budget",
@@ -468,5 +469,5 @@ class CompletionBody(SampledBody):
     unused: ClassVar[dict[str, Unused]] = {
         **SampledBody.unused,
         "separate_reasoning": Unused(boolean),
-        "reasoning": Unused(whatever),
+        **dict.fromkeys(("reasoning", "think", "thinking", "enable_thinking"), Unused(whatever)),
     }

@@ -78,7 +78,6 @@ UNUSED: dict[str, Unused] = {
     "provider": Unused(whatever),
     "include_reasoning": Unused(boolean),
     "stream_reasoning": Unused(boolean),
-    "think": Unused(whatever),
     "guided_decoding_backend": Unused(_backend),
     "kv_transfer_params": Unused(only({}, why="caches stay where they are")),
     "vllm_xargs": Unused(only({}, why="the engine has no further arguments")),
