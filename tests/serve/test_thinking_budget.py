@@ -111,7 +111,7 @@ def test_a_template_hears_of_the_budget(client):
         ({"thinking_token_budget": -2}, "thinking_token_budget"),
         ({"thinking_token_budget": True}, "thinking_token_budget"),
         ({"thinking_token_budget": 1e300}, "thinking_token_budget"),
-        ({"reasoning": "high"}, "reasoning"),
+        ({"reasoning": "much"}, "reasoning"),
         ({"reasoning": {"max_tokens": "9"}}, "reasoning.max_tokens"),
         ({"thinking_token_budget": 3, "thinking_budget": 4}, "thinking_token_budget"),
         ({"thinking_budget": 3, "reasoning": {"max_tokens": 4}}, "thinking_token_budget"),
