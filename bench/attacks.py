@@ -214,15 +214,15 @@ def beside(
     }
 
 
-def measured(url: str, model: str, asked: argparse.Namespace, context: int) -> dict[str, Any]:
+def measured(url: str, model: str, args: argparse.Namespace, context: int) -> dict[str, Any]:
     """Return the rows of a server's table, printed as they come."""
     console, rows = Console(), {}
-    headers = {"authorization": f"Bearer {asked.api_key}"} if asked.api_key else {}
+    headers = {"authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     every: dict[str, Any] = attacks(model, context) | {"2 chunks of one byte": None}
     for name, bodies in sorted(every.items(), key=lambda item: (item[0] != "nothing", item)):
-        if asked.attacks and name.split()[0] not in asked.attacks:
+        if args.attacks and name.split()[0] not in args.attacks:
             continue
-        rows[name] = row = beside(url, model, headers, bodies, asked.seconds)
+        rows[name] = row = beside(url, model, headers, bodies, args.seconds)
         console.print(f"{name:28} {row['stream']:7.3f} {row['health']:7.3f}  {row['statuses']}")
     return rows
 
@@ -237,24 +237,24 @@ def main() -> None:
     parser.add_argument("--model", default="toy")
     parser.add_argument("--api-key")
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     results = {}
     Console().print("attack                       seconds: stream, /health; statuses")
-    if asked.url:
-        results[asked.url] = measured(asked.url, asked.model, asked, 2048)
+    if args.url:
+        results[args.url] = measured(args.url, args.model, args, 2048)
     else:
         from tests.worlds.servers import serving  # noqa: PLC0415 - where no server is given
 
-        for count in asked.models:
+        for count in args.models:
             names = ["toy", "other"][:count] if count > 1 else None
             Console().print(f"{count} model{'s' if count > 1 else ''}")
             with (
                 tempfile.TemporaryDirectory() as folder,
                 serving(Path(folder), delay=0.01, models=names) as server,
             ):
-                results[f"{count}"] = measured(server.root, "toy", asked, 4096)
-    if asked.out:
-        keep(asked.out, {"rows": results})
+                results[f"{count}"] = measured(server.root, "toy", args, 4096)
+    if args.out:
+        keep(args.out, {"rows": results})
 
 
 if __name__ == "__main__":

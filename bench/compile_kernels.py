@@ -93,8 +93,8 @@ class Kernel:
             file.write(kernel.asm["cubin"])
             file.flush()
             command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
-            told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", told)}
+            printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", printed)}
         shared, ptx = kernel.metadata.shared, kernel.asm["ptx"]
         threads = 32 * self.warps
         return usage | {

@@ -62,19 +62,19 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path, help="an SVG of what --out has")
     parser.add_argument("--from", type=Path, dest="known", help="draw what another --out has")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     began = process_time()
-    if asked.known:
-        results = json.loads(asked.known.read_text())["points"]
+    if args.known:
+        results = json.loads(args.known.read_text())["points"]
     else:
-        cases = scaling_points(asked) if asked.part == "scaling" else points(asked)
+        cases = scaling_points(args) if args.part == "scaling" else points(args)
         results = list(map(say, cases))
-    if asked.out:
+    if args.out:
         about: Point = {"command": shlex.join(["python", *sys.argv]), "machine": cpu_name()}
         about |= {"processor_seconds": round(process_time() - began)}
-        asked.out.write_text(json.dumps(about | {"points": results}, indent=1) + "\n")
-    if asked.plot:
-        asked.plot.write_text(drawn(asked.part, results))
+        args.out.write_text(json.dumps(about | {"points": results}, indent=1) + "\n")
+    if args.plot:
+        args.plot.write_text(drawn(args.part, results))
 
 
 def say(point: Point) -> Point:
@@ -87,14 +87,14 @@ def say(point: Point) -> Point:
     return kept
 
 
-def points(asked: argparse.Namespace) -> Iterator[Point]:
+def points(args: argparse.Namespace) -> Iterator[Point]:
     """Of every part but scaling."""
-    routers: tuple[Point, ...] = CONSTANTS if asked.part == "constants" else ROUTERS
-    routers = ({"router": "prefix"},) if asked.part == "speculation" else routers
-    speculation = (False, True) if asked.part == "speculation" else (False,)
-    usual = {"speculation": ("none",), "trouble": tuple(TROUBLES)}.get(asked.part, ("none", "all"))
+    routers: tuple[Point, ...] = CONSTANTS if args.part == "constants" else ROUTERS
+    routers = ({"router": "prefix"},) if args.part == "speculation" else routers
+    speculation = (False, True) if args.part == "speculation" else (False,)
+    usual = {"speculation": ("none",), "trouble": tuple(TROUBLES)}.get(args.part, ("none", "all"))
     for replicas, load, trouble, speculates, router in product(
-        asked.replicas, asked.loads, asked.trouble or usual, speculation, routers
+        args.replicas, args.loads, args.trouble or usual, speculation, routers
     ):
         about: Point = {
             "replicas": replicas,
@@ -102,8 +102,8 @@ def points(asked: argparse.Namespace) -> Iterator[Point]:
             "trouble": trouble,
             "speculates": speculates,
         }
-        about |= {"routers": asked.routers, "hot": asked.hot, **router}
-        yield about | averaged(about, asked.seconds, asked.seeds)
+        about |= {"routers": args.routers, "hot": args.hot, **router}
+        yield about | averaged(about, args.seconds, args.seeds)
 
 
 def averaged(about: Point, seconds: float, seeds: int) -> Point:
@@ -142,11 +142,11 @@ def course(turns: list[Turn], seconds: float) -> list[tuple[float, float]]:
     return [(SPAN * (n + 0.5), round(mean(spans[n]), 1)) for n in sorted(spans)]
 
 
-def scaling_points(asked: argparse.Namespace) -> Iterator[Point]:
+def scaling_points(args: argparse.Namespace) -> Iterator[Point]:
     """By shares of the cache, with the queue's target beside it and without."""
-    for load, target, cache in product(asked.loads, (16.0, 1e9), SHARES):
+    for load, target, cache in product(args.loads, (16.0, 1e9), SHARES):
         runs = [
-            scaled(cache, target, load, asked.seconds, seed) for seed in range(1, asked.seeds + 1)
+            scaled(cache, target, load, args.seconds, seed) for seed in range(1, args.seeds + 1)
         ]
         point = {name: mean(run[name] for run in runs) for name in runs[0]}
         yield {"load": load, "target": target, "cache": cache} | point

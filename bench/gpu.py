@@ -205,7 +205,7 @@ def point(
     return numbers | {"kernels": profiled(steps, work, device)}
 
 
-def rounds(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
+def rounds(report: Report, device: torch.device, args: argparse.Namespace) -> None:
     """Fill `report` with every point."""
     real = device.type == "cuda"
     points = POINTS if real else tuple((min(r, 2), n, min(lv, 1)) for r, n, lv in POINTS)
@@ -213,7 +213,7 @@ def rounds(report: Report, device: torch.device, asked: argparse.Namespace) -> N
     sweep = StepSweep((most,), (1, 2, 4, 8), *((1024, 50, 4 << 30) if real else (40, 2, 1 << 22)))
     bandwidth = copy_bandwidth(device, sweep.copy_bytes)
     report.results["bandwidth_bytes_per_s"] = bandwidth
-    arch, dtype = SHAPES[asked.shape], "bfloat16" if real else "float32"
+    arch, dtype = SHAPES[args.shape], "bfloat16" if real else "float32"
     draft = random_draft(arch, min(DRAFT_VOCAB, arch.vocab))
     begun = time.perf_counter()
     steps = torch_bench(RandomCheckpoint(arch), str(device), dtype, sweep, draft)
@@ -246,10 +246,10 @@ QUANTISED = {
 """`quantization_config` of checkpoints whose weights stay in few bits."""
 
 
-def formats(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
+def formats(report: Report, device: torch.device, args: argparse.Namespace) -> None:
     """Fill `report` with steps by number format, and with the speed of prompts."""
     real = device.type == "cuda"
-    arch, plain = SHAPES[asked.shape], "bfloat16" if real else "float32"
+    arch, plain = SHAPES[args.shape], "bfloat16" if real else "float32"
     context, count = (8192, 30) if real else (96, 2)
     rows = 16 if real else 2
     sweep = StepSweep((rows,), (1,), 1024 if real else 40)
@@ -298,12 +298,12 @@ def gain(measured: dict[str, Any], numbers: str) -> dict[str, float]:
     return {name: slow[name] / fast[name] for name in slow if slow[name] and fast[name]}
 
 
-def opened(asked: argparse.Namespace, device: torch.device, rows: int, **how: Any) -> LLM:
+def opened(args: argparse.Namespace, device: torch.device, rows: int, **how: Any) -> LLM:
     """The model with `rows` sequences of 1,280 tokens; two may be loaded at a time, and memory is
     filled with pages otherwise.
     """
     where: dict[str, Any] = {"executor": "torch", "device": str(device), "context": 1280}
-    return LLM(asked.model, max_sequences=rows, kv_tokens=1280 * rows, **where, **how)
+    return LLM(args.model, max_sequences=rows, kv_tokens=1280 * rows, **where, **how)
 
 
 def speculations(name: str) -> dict[str, dict[str, Any]]:
@@ -320,18 +320,18 @@ def speculations(name: str) -> dict[str, dict[str, Any]]:
     return settings
 
 
-def served(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
+def served(report: Report, device: torch.device, args: argparse.Namespace) -> None:
     """Fill `report` with every way to speculate beside none, in turns: greedy and at temperature
     0.8, in short answers, and of the adaptive head in long ones.
     """
     real = device.type == "cuda"
     streams, short, long = ((1, 16, 64), 160, 1000) if real else ((1, 2), 6, 12)
     points = [(kind, at, short) for kind in ("greedy", "sampled") for at in streams]
-    ways = speculations(asked.model)
-    with opened(asked, device, streams[-1], **ways.pop("off")) as without:
+    ways = speculations(args.model)
+    with opened(args, device, streams[-1], **ways.pop("off")) as without:
         for name, how in ways.items():
             begun = time.perf_counter()
-            with opened(asked, device, streams[-1], **how) as with_it:
+            with opened(args, device, streams[-1], **how) as with_it:
                 report.results[f"{name}, start_s"] = time.perf_counter() - begun
                 longer = [("greedy", at, long) for at in streams] if name == "head" else []
                 for kind, at_once, tokens in points + longer:
@@ -342,14 +342,14 @@ def served(report: Report, device: torch.device, asked: argparse.Namespace) -> N
                 report.results[f"{name}, rounds"] = kept
 
 
-def overlap(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
+def overlap(report: Report, device: torch.device, args: argparse.Namespace) -> None:
     """Fill `report` with overlap and none side by side."""
     real = device.type == "cuda"
     streams = (1, 16, 64) if real else (1, 2)
     how, begun = {"speculative_algorithm": "OFF"}, time.perf_counter()
-    with opened(asked, device, streams[-1], overlap=False, **how) as without:
+    with opened(args, device, streams[-1], overlap=False, **how) as without:
         report.results["start_s"] = time.perf_counter() - begun
-        with opened(asked, device, streams[-1], overlap=True, **how) as with_it:
+        with opened(args, device, streams[-1], overlap=True, **how) as with_it:
             for at_once in streams:
                 for kind in ("greedy", "top_p", "mixed"):
                     work = partial(turns, without, with_it, at_once, kind, 128 if real else 6)
@@ -400,12 +400,12 @@ def asked_of(llm: LLM, at_once: int, kind: str, tokens: int, count: int) -> list
     return [choice for (choice,) in complete(llm.loaded.engine, requests, at_once)]
 
 
-def leak(report: Report, device: torch.device, asked: argparse.Namespace) -> None:
+def leak(report: Report, device: torch.device, args: argparse.Namespace) -> None:
     """Fill `report` with what torch holds on the device, and the process, after many steps."""
     real = device.type == "cuda"
     count, sweep = 10_000 if real else 20, StepSweep((1,), (1, 2), 512 if real else 40)
     dtype = "bfloat16" if real else "float32"
-    steps = torch_bench(open_model(asked.model).checkpoint, str(device), dtype, sweep)
+    steps = torch_bench(open_model(args.model).checkpoint, str(device), dtype, sweep)
     work = steps.step(1, 2)
     steps.times(work, 10)
     before = _held(device)
@@ -439,11 +439,11 @@ def main() -> int:
     parser.add_argument("--shape", default="llama-3.1-8b", help="of rounds and formats")
     parser.add_argument("--model", default="smollm2-135m", help="of all else")
     parser.add_argument("--out", type=Path, required=True, help="the folder of NAME.json")
-    asked = parser.parse_args()
-    device, failed = torch.device(asked.device), False
-    for name in asked.what:
-        report = Report(asked.out / f"{name}.json", device, asked.shape)
-        report.measure("took", partial(CALLS[name], report, device, asked))
+    args = parser.parse_args()
+    device, failed = torch.device(args.device), False
+    for name in args.what:
+        report = Report(args.out / f"{name}.json", device, args.shape)
+        report.measure("took", partial(CALLS[name], report, device, args))
         failed |= bool(report.results["errors"])
     return int(failed)
 

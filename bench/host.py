@@ -51,13 +51,13 @@ def measured(names: list[str], rows: list[int]) -> dict[str, float]:
     return times
 
 
-def in_tree(tree: Path, asked: argparse.Namespace) -> dict[str, float]:
+def in_tree(tree: Path, args: argparse.Namespace) -> dict[str, float]:
     """Run `measured` in a process that imports everything but this file from `tree`.
 
     Raises CalledProcessError where that fails.
     """
-    command = [sys.executable, __file__, "--worker", "--drafters", *asked.drafters]
-    command += ["--rows", *map(str, asked.rows)]
+    command = [sys.executable, __file__, "--worker", "--drafters", *args.drafters]
+    command += ["--rows", *map(str, args.rows)]
     env = os.environ | {"PYTHONPATH": str(tree)}
     ran = subprocess.run(command, cwd=tree, env=env, stdout=subprocess.PIPE, text=True, check=True)
     answer: dict[str, float] = json.loads(ran.stdout)
@@ -87,15 +87,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.worker:
-        sys.stdout.write(json.dumps(measured(asked.drafters, asked.rows)))
+    args = parser.parse_args()
+    if args.worker:
+        sys.stdout.write(json.dumps(measured(args.drafters, args.rows)))
         return
-    trees = {"this": ROOT} | ({"other": asked.other.resolve()} if asked.other else {})
-    draw, rounds = np.random.default_rng(asked.seed), []
-    for _ in range(asked.rounds):
+    trees = {"this": ROOT} | ({"other": args.other.resolve()} if args.other else {})
+    draw, rounds = np.random.default_rng(args.seed), []
+    for _ in range(args.rounds):
         order = draw.permutation(list(trees)).tolist()
-        sides = {name: in_tree(trees[name], asked) for name in order}
+        sides = {name: in_tree(trees[name], args) for name in order}
         rounds.append({name: sides[name] for name in trees})
     console = Console(highlight=False)
     for size, row in table(rounds).items():
@@ -104,8 +104,8 @@ def main() -> None:
             low, middle, high = row["this / other"]
             line += f"; this / other {middle:.3f} ({low:.3f} to {high:.3f})"
         console.print(f"{size}: {line}")
-    if asked.out:
-        keep(asked.out, {"rounds": rounds, "table": table(rounds)})
+    if args.out:
+        keep(args.out, {"rounds": rounds, "table": table(rounds)})
 
 
 if __name__ == "__main__":

@@ -45,12 +45,12 @@ def main() -> None:
     """Print a line for each start, and medians."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--starts", type=int, default=3, help="pairs of them")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     sys.stdout.write(f"{stamp()}\n")
     times: dict[str, list[tuple[float, float]]] = {"first": [], "next": []}
     with tempfile.TemporaryDirectory() as folder:
         save_models(Path(folder), **SIZES)
-        for number in range(asked.starts):
+        for number in range(args.starts):
             for name, seconds in times.items():
                 ready, text, facts = start(Path(folder), Path(folder) / f"cache{number}")
                 seconds.append((ready, text))

@@ -63,19 +63,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 4000, 8000])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     rounds: list[list[dict[str, float]]] = []
-    for number in range(asked.rounds):
+    for number in range(args.rounds):
         chance = np.random.default_rng(number)
         # Above what is worth writing when it is new.
-        lengths = [max(tokens, 1024) for tokens in asked.tokens]
+        lengths = [max(tokens, 1024) for tokens in args.tokens]
         prompts = [chance.integers(300, 20_000, count).astype(np.int32) for count in lengths]
         with tempfile.TemporaryDirectory() as folder:
-            rounds.append(measured(EngineConfig(model=asked.model, kv_store=folder), prompts))
+            rounds.append(measured(EngineConfig(model=args.model, kv_store=folder), prompts))
     table: list[dict[str, Any]] = []
     console = Console(highlight=False)
     console.print("tokens     read   memory     disk  memory/read  disk/read      MB")
-    for place, tokens in enumerate(asked.tokens):
+    for place, tokens in enumerate(args.tokens):
         row = {key: statistics.median(each[place][key] for each in rounds) for key in rounds[0][0]}
         table.append({"tokens": tokens, **row})
         shares = row["memory"] / row["read"], row["disk"] / row["read"]
@@ -83,8 +83,8 @@ def main() -> None:
             f"{tokens:6d} {row['read']:8.3f} {row['memory']:8.3f} {row['disk']:8.3f} "
             f"{shares[0]:12.3f} {shares[1]:10.3f} {row['bytes'] / 1e6:7.1f}"
         )
-    if asked.out:
-        keep(asked.out, {"model": asked.model, "rounds": rounds, "table": table})
+    if args.out:
+        keep(args.out, {"model": args.model, "rounds": rounds, "table": table})
 
 
 if __name__ == "__main__":

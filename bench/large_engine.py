@@ -39,10 +39,10 @@ DRAFT_VOCAB = 32_000
 
 
 @contextmanager
-def random_weights(asked: argparse.Namespace) -> Iterator[None]:
+def random_weights(chosen: argparse.Namespace) -> Iterator[None]:
     """Until this ends, models that open have random weights of the shape, and so have heads."""
-    real = open_model(asked.model)
-    arch = replace(SHAPES[asked.shape], vocab=real.architecture.vocab)
+    real = open_model(chosen.model)
+    arch = replace(SHAPES[chosen.shape], vocab=real.architecture.vocab)
     drafts = built._drafts
 
     def random_model(*args: Any, **options: Any) -> Any:
@@ -58,24 +58,24 @@ def random_weights(asked: argparse.Namespace) -> Iterator[None]:
         yield
 
 
-def opened(asked: argparse.Namespace, rows: int, context: int, **how: Any) -> LLM:
+def opened(args: argparse.Namespace, rows: int, context: int, **how: Any) -> LLM:
     """An engine of `rows` sequences of `context` tokens."""
-    where: dict[str, Any] = {"executor": "torch", "device": asked.device, "max_sequences": rows}
-    if asked.device != "cpu":
+    where: dict[str, Any] = {"executor": "torch", "device": args.device, "max_sequences": rows}
+    if args.device != "cpu":
         where["dtype"] = "bfloat16"
-    return LLM(asked.model, context=context, kv_tokens=context * rows, **where, **how)
+    return LLM(args.model, context=context, kv_tokens=context * rows, **where, **how)
 
 
-def wrong(report: Report, asked: argparse.Namespace) -> None:
+def wrong(report: Report, args: argparse.Namespace) -> None:
     """Fill `report` with each way to speculate beside none."""
-    streams, tokens = ((1, 16, 64), 160) if asked.device != "cpu" else ((1, 2), 6)
+    streams, tokens = ((1, 16, 64), 160) if args.device != "cpu" else ((1, 2), 6)
     head = {
         "speculative_algorithm": "EAGLE",
         "speculative_draft_model_path": str(shipped_draft("smollm2-135m")),
     }
-    with opened(asked, streams[-1], 1280, speculative_algorithm="OFF") as without:
+    with opened(args, streams[-1], 1280, speculative_algorithm="OFF") as without:
         for name, how in (("head", head), ("ngram", {"speculative_algorithm": "NGRAM"})):
-            with opened(asked, streams[-1], 1280, **how) as with_it:
+            with opened(args, streams[-1], 1280, **how) as with_it:
                 for at_once in streams:
                     work = partial(turns, without, with_it, at_once, "greedy", tokens)
                     report.measure(f"{name}, {at_once} streams", work)
@@ -83,13 +83,13 @@ def wrong(report: Report, asked: argparse.Namespace) -> None:
                 report.results[f"{name}, why"] = facts["reasons"]
 
 
-def prompts(report: Report, asked: argparse.Namespace) -> None:
+def prompts(report: Report, args: argparse.Namespace) -> None:
     """Fill `report` with prompt tokens per second of each way to attend in prompts."""
-    real = asked.device != "cpu"
+    real = args.device != "cpu"
     rows, most, turns_each = (64, 1500, 5) if real else (4, 60, 2)
     ways = ("triton", "torch_native") if real else ("triton",)
     engines = {
-        way: opened(asked, rows, 2048, speculative_algorithm="OFF", prefill_attention_backend=way)
+        way: opened(args, rows, 2048, speculative_algorithm="OFF", prefill_attention_backend=way)
         for way in ways
     }
     random, speeds = np.random.default_rng(0), {way: list[float]() for way in ways}
@@ -118,11 +118,11 @@ def main() -> int:
     parser.add_argument("--shape", default="llama-3.1-8b")
     parser.add_argument("--model", default="smollm2-135m", help="whose tokenizer and prompts")
     parser.add_argument("--out", type=Path, required=True, help="the folder of NAME.json")
-    asked, failed = parser.parse_args(), False
-    with random_weights(asked):
-        for name in asked.what:
-            report = Report(asked.out / f"{name}.json", torch.device(asked.device), asked.shape)
-            report.measure("took", partial(CALLS[name], report, asked))
+    args, failed = parser.parse_args(), False
+    with random_weights(args):
+        for name in args.what:
+            report = Report(args.out / f"{name}.json", torch.device(args.device), args.shape)
+            report.measure("took", partial(CALLS[name], report, args))
             failed |= bool(report.results["errors"])
     return int(failed)
 

@@ -67,9 +67,9 @@ def play(drafter: Drafter, answer: Answer, nodes: int) -> int:
 
 def tokens_per_step(drafter: Drafter, held: list[Answer], nodes: int) -> float:
     """Over all answers, their first tokens left out."""
-    told = [answer for answer in held if answer.output]
-    steps = sum(play(drafter, answer, nodes) for answer in told)
-    return sum(len(answer.output) - 1 for answer in told) / steps
+    answered = [answer for answer in held if answer.output]
+    steps = sum(play(drafter, answer, nodes) for answer in answered)
+    return sum(len(answer.output) - 1 for answer in answered) / steps
 
 
 def main() -> None:

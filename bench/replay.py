@@ -381,12 +381,12 @@ def replayed(
     replay = Replay(machine, drafter, options.wrong, options.oracle)
     played = islice(cycle(answers), max(len(answers), 8 * rows))
     while head := list(islice(played, options.fresh * rows or None)):
-        told = machine.start_up() if options.startup else COSTS[options.told or name]
+        costs = machine.start_up() if options.startup else COSTS[options.believed or name]
         traits = DrafterTraits("ngram", 8, no_draft_model=True, selects_by_cost=not options.wrong)
         most = options.draft_tokens
         fixed = options.oracle or options.always
         replay.policy = (
-            FixedPolicy(most, most) if fixed else AdaptivePolicy(told, most, most, traits)
+            FixedPolicy(most, most) if fixed else AdaptivePolicy(costs, most, most, traits)
         )
         if options.warm:
             # What a prompt waited for, its answer is shorter when all are decoded together.
@@ -433,7 +433,7 @@ def main() -> None:
     parser.add_argument("--startup", action="store_true", help="costs are measured at start-up")
     parser.add_argument("--warm", type=int, default=0, help="tokens of short answers before")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of the machine's noise")
-    parser.add_argument("--told", choices=COSTS, help="what start-up measured, if not the truth")
+    parser.add_argument("--believed", choices=COSTS, help="start-up measures, if not the truth")
     options = parser.parse_args()
     if options.what == "record":
         record(options)

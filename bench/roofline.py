@@ -74,9 +74,9 @@ def table() -> str:
     heads = ("rows x nodes, levels", "run as", "padding", "launches", "floor, GB", "all, GB")
     lines = ["| " + " | ".join((*heads, *(f"{name}, ms" for name in BANDWIDTH))) + " |"]
     lines.append("| --- " * (len(heads) + len(BANDWIDTH)) + "|")
-    lines += [line(*asked, "bfloat16") for asked in ASKED]
+    lines += [line(*shape, "bfloat16") for shape in ASKED]
     for numbers in ("float8", "8 bits", "4 bits"):
-        lines += [line(*asked, numbers) for asked in NARROW]
+        lines += [line(*shape, numbers) for shape in NARROW]
     return HEAD + "\n".join(lines) + "\n\n" + budgets() + "\n" + splits()
 
 

@@ -80,11 +80,11 @@ def main() -> int:
         finally:
             process.terminate()
             process.wait()
-    told, each = Console(), ", ".join(f"{time:.1f}" for time in seconds)
-    told.print(f"ready after {statistics.median(seconds):.1f} s ({each})")
+    console, each = Console(), ", ".join(f"{time:.1f}" for time in seconds)
+    console.print(f"ready after {statistics.median(seconds):.1f} s ({each})")
     sizes = ", ".join(f"{size:.0f}" for size in idle[-1])
-    told.print(f"MB when ready: {statistics.median(map(sum, idle)):.0f}; by process {sizes}")
-    told.print(f"MB after a JSON answer: {statistics.median(structured):.0f}")
+    console.print(f"MB when ready: {statistics.median(map(sum, idle)):.0f}; by process {sizes}")
+    console.print(f"MB after a JSON answer: {statistics.median(structured):.0f}")
     return 0
 
 

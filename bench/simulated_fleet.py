@@ -77,7 +77,7 @@ class Workload:
     agents: int = 200
     system: int = 10
     document: int = 62
-    asked: float = 60.0
+    question: float = 60.0
     answer: float = 180.0
     pause: float = 8.0
 
@@ -353,9 +353,9 @@ class Router:
             return list(loads)[self.turn % len(loads)]
         if self.kind == "least load":
             return min(loads, key=lambda name: loads[name])
-        asked = Affinity(turn.blocks, turn.conversation)
-        place = self.prefix.order(asked, loads)[0]
-        self.prefix.sent(asked, place)
+        affinity = Affinity(turn.blocks, turn.conversation)
+        place = self.prefix.order(affinity, loads)[0]
+        self.prefix.sent(affinity, place)
         return place
 
     def lost(self, name: str) -> None:
@@ -395,16 +395,16 @@ def conversations(work: Workload, rate: float, seconds: float, seed: int) -> lis
         system = random_.choices(agents, weights)[0]
         turns, before = [], blocks(work.document * TOKENS if random_.random() < 0.2 else 0)
         for _ in range(random_.choice((1, 1, 1, 2, 3, 4, 6, 8))):
-            asked = before + blocks(random_.lognormvariate(log(work.asked), 1.0))
+            prompt = before + blocks(random_.lognormvariate(log(work.question), 1.0))
             answer = max(1, round(random_.lognormvariate(log(work.answer), 0.8)))
-            turns.append((tuple(asked), answer, random_.expovariate(1 / work.pause)))
+            turns.append((tuple(prompt), answer, random_.expovariate(1 / work.pause)))
             before = blocks(answer)
         drawn.append(Conversation(len(drawn), now, system, tuple(turns)))
         now += random_.expovariate(rate)
     return drawn
 
 
-def arrive(fleet: Fleet, asked: Sequence[Conversation], until: float) -> None:
+def arrive(fleet: Fleet, pending: Sequence[Conversation], until: float) -> None:
     """Have them asked."""
 
     def say(one: Conversation, number: int, now: float) -> None:
@@ -417,7 +417,7 @@ def arrive(fleet: Fleet, asked: Sequence[Conversation], until: float) -> None:
         turn = Turn(one.prompt(number), one.number + 1, answer, now, then, left=answer)
         fleet.ask(turn, now)
 
-    for one in asked:
+    for one in pending:
         fleet.at(one.begins, partial(say, one, 0))
 
 
@@ -458,10 +458,10 @@ def simulated(case: Case, routers: list[Router]) -> tuple[dict[str, float], list
     ]
     cached = 100 * fleet.cached_tokens / max(1, fleet.prompt_tokens)
     tokens = sum(turn.answer for turn in seen if (turn.done or 0) < seconds) / (seconds * 0.75)
-    return told(waits, rates, tokens, cached) | {"lost": fleet.lost}, fleet.turns
+    return summary(waits, rates, tokens, cached) | {"lost": fleet.lost}, fleet.turns
 
 
-def told(
+def summary(
     waits: Sequence[float], rates: Sequence[float], tokens: float, cached: float
 ) -> dict[str, float]:
     """What clients saw: milliseconds to first tokens, tokens a second of each answer and of all."""

@@ -13,7 +13,7 @@ from bench.simulated_fleet import (
     Router,
     arrive,
     conversations,
-    told,
+    summary,
 )
 from forerun.ray.scale import QueueAndCache
 
@@ -44,9 +44,9 @@ class Scaling:
         """Decide, as Ray does: the wish has to last."""
         there = list(self.fleet.replicas.values())
         self.used += LOOK * self.count
-        asked = sum(len(each.running) + len(each.waiting) for each in there)
+        in_flight = sum(len(each.running) + len(each.waiting) for each in there)
         held = {"cache": {each.name: each.held() / each.device.cache for each in there}}
-        context = SimpleNamespace(aggregated_metrics=held, total_num_requests=asked)
+        context = SimpleNamespace(aggregated_metrics=held, total_num_requests=in_flight)
         wanted = max(self.least, min(ceil(self.policy(context)[0]), len(self.fleet.replicas)))
         if wanted == self.count:
             self.since = now
@@ -74,10 +74,10 @@ def scaled(cache: float, target: float, load: float, seconds: float, seed: int) 
     load  conversations a second at most
     """
     made = [Replica(f"r{index}", LARGE, bounded=True) for index in range(64)]
-    fleet, asked = Fleet(made, [Router("prefix")], seed), random.Random(seed)  # noqa: S311
+    fleet, luck = Fleet(made, [Router("prefix")], seed), random.Random(seed)  # noqa: S311
     scaling = Scaling(fleet, cache, target, least=2)
     every = conversations(DOCUMENTS, load, seconds, seed)
-    arrive(fleet, [one for one in every if asked.random() < profile(one.begins / seconds)], seconds)
+    arrive(fleet, [one for one in every if luck.random() < profile(one.begins / seconds)], seconds)
     fleet.run(seconds)
     waits = [1e3 * ((turn.first or 0) - turn.arrived) for turn in fleet.turns]
     rates = [
@@ -86,5 +86,5 @@ def scaled(cache: float, target: float, load: float, seconds: float, seed: int) 
         if turn.first and turn.done is not None
     ]
     tokens = sum(turn.answer for turn in fleet.turns) / seconds
-    report = told(waits, rates, tokens, 100 * fleet.cached_tokens / max(1, fleet.prompt_tokens))
+    report = summary(waits, rates, tokens, 100 * fleet.cached_tokens / max(1, fleet.prompt_tokens))
     return report | {"replicas_mean": scaling.used / seconds, "replicas_most": scaling.peak}

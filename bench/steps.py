@@ -68,23 +68,23 @@ Times = dict[str, dict[Size, list[float]]]
 """By name and size, in milliseconds."""
 
 
-def built(name: str, model: Model, limits: ExecutorLimits, asked: argparse.Namespace) -> Executor:
+def built(name: str, model: Model, limits: ExecutorLimits, args: argparse.Namespace) -> Executor:
     """The executor called `name`, warmed up; torch and JAX compute in float32. "cpu X" is the core
     with kernels X.
     """
     core, _, kernels = name.partition(" ")
     if core == "cpu":
-        return CpuExecutor(model.checkpoint, limits, asked.cores, kernels)
+        return CpuExecutor(model.checkpoint, limits, args.cores, kernels)
     if name == "torch":
         import torch  # noqa: PLC0415 - the core is measured without it
 
         from forerun.executors.torch import TorchExecutor  # noqa: PLC0415
 
-        torch.set_num_threads(asked.cores or torch.get_num_threads())
+        torch.set_num_threads(args.cores or torch.get_num_threads())
         return TorchExecutor(model.checkpoint, limits)
     from forerun.executors.jax import JaxExecutor, JaxOptions  # noqa: PLC0415
 
-    options = JaxOptions(draft_nodes=max(asked.nodes) - 1, cache_dir=asked.cache)
+    options = JaxOptions(draft_nodes=max(args.nodes) - 1, cache_dir=args.cache)
     executor = JaxExecutor(model.checkpoint, limits, options)
     executor.warm_up(DraftShape(options.draft_nodes), compiled)
     return executor
@@ -143,11 +143,11 @@ def measure(
 
 
 def peers(
-    model: Model, asked: argparse.Namespace, threads: int, rounds: int
+    model: Model, args: argparse.Namespace, threads: int, rounds: int
 ) -> Iterator[tuple[str, dict[Size, list[float]]]]:
     """One block of each peer; of those that cannot be installed, a word."""
     arch = model.checkpoint.architecture
-    common = {"threads": threads, "rounds": rounds, "rows": asked.nodes}
+    common = {"threads": threads, "rounds": rounds, "rows": args.nodes}
     shapes = {
         "layers": arch.layers,
         "hidden": arch.hidden,
@@ -155,7 +155,7 @@ def peers(
         "ffn": arch.ffn,
         "vocab": arch.vocab,
     }
-    file = common | {"path": str(model.path), "context": asked.context}
+    file = common | {"path": str(model.path), "context": args.context}
     facts = {"llamacpp": file, "onnx": common | {"shapes": shapes}}
     for name, (place, script) in PEERS.items():
         made = subprocess.run(
@@ -207,51 +207,51 @@ def main() -> None:
     parser.add_argument("--cache", help="folder of JAX's compiled programs")
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    if asked.cores:
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: asked.cores])
-    if asked.kernels:
-        each = native.KERNELS[:-1] if asked.kernels == ["all"] else asked.kernels
+    args = parser.parse_args()
+    if args.cores:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: args.cores])
+    if args.kernels:
+        each = native.KERNELS[:-1] if args.kernels == ["all"] else args.kernels
         cores = [f"cpu {kernels}" for kernels in each if native.kernels(kernels)]
         if not cores:
             parser.error(f"this machine runs none of {each}")
-        asked.executors = cores + [name for name in asked.executors if name != "cpu"]
-    model = open_model(asked.model)
+        args.executors = cores + [name for name in args.executors if name != "cpu"]
+    model = open_model(args.model)
     arch = model.checkpoint.architecture
-    most = max(asked.rows), max(asked.nodes)
-    limits = limits_for(arch, *most, asked.context)
+    most = max(args.rows), max(args.nodes)
+    limits = limits_for(arch, *most, args.context)
     benches = {
-        name: StepBench(built(name, model, limits, asked), asked.context, clock=CLOCKS[asked.clock])
-        for name in asked.executors
+        name: StepBench(built(name, model, limits, args), args.context, clock=CLOCKS[args.clock])
+        for name in args.executors
     }
     facts: dict[str, Any] = {name: each.executor.describe() for name, each in benches.items()}
-    report: dict[str, Any] = {"executors": facts, "model": asked.model, "context": asked.context}
-    report |= {"clock": asked.clock, "ms": {}}
-    sizes, rounds = list(product(asked.rows, asked.nodes)), -(-asked.rounds // BLOCKS)
+    report: dict[str, Any] = {"executors": facts, "model": args.model, "context": args.context}
+    report |= {"clock": args.clock, "ms": {}}
+    sizes, rounds = list(product(args.rows, args.nodes)), -(-args.rounds // BLOCKS)
     draw = np.random.default_rng(0)
-    for kind in asked.kinds:
+    for kind in args.kinds:
         report.setdefault("prompt_ms", {})[kind] = {
             name: bench.fill(KINDS[kind]) for name, bench in benches.items()
         }
         times: Times = {}
         for _ in range(BLOCKS):
             together = (
-                [{name: bench} for name, bench in benches.items()] if asked.kernels else [benches]
+                [{name: bench} for name, bench in benches.items()] if args.kernels else [benches]
             )
             blocks = [
                 taken for some in together for taken in measure(some, sizes, rounds, draw).items()
             ]
-            if asked.peers:
-                blocks += peers(model, asked, facts[asked.executors[0]]["threads"], rounds)
+            if args.peers:
+                blocks += peers(model, args, facts[args.executors[0]]["threads"], rounds)
             for label, step_times in blocks:
                 for size, taken in step_times.items():
                     times.setdefault(label, {}).setdefault(size, []).extend(taken)
-        report["ms"][kind] = summary(times, asked.executors)
+        report["ms"][kind] = summary(times, args.executors)
     if "jax" in benches:
         report["executors"]["jax"] = benches["jax"].executor.describe()
     print_table(report)
-    if asked.json:
-        keep(asked.json, report)
+    if args.json:
+        keep(args.json, report)
 
 
 def print_table(report: dict[str, Any]) -> None:
@@ -266,8 +266,8 @@ def print_table(report: dict[str, Any]) -> None:
             out(label.ljust(28) + "".join(f"{ms:9.2f}" for ms in medians) + "\n")
             ratios = [lines[size].get("ratio") for size in sizes]
             if ratios[0]:
-                told = "".join(f"{middle:9.2f}" for _, middle, _ in ratios)
-                out("  over the first".ljust(28) + told + "\n")
+                line = "".join(f"{middle:9.2f}" for _, middle, _ in ratios)
+                out("  over the first".ljust(28) + line + "\n")
             else:
                 over = "".join(f"{ms / medians[0]:9.2f}" for ms in medians)
                 out("  over the smallest".ljust(28) + over + "\n")

@@ -212,7 +212,7 @@ def _measure(
     engine.start()
     compiled = None if grammar is None else target.compile(grammar)
     ids = encode_chat(target, [{"role": "user", "content": prompt}])
-    asked = [
+    batch = [
         make_request(
             ids,
             target.tokenizer.eos_ids,
@@ -224,7 +224,7 @@ def _measure(
         for seed in range(requests)
     ]
     begun = time.perf_counter()
-    done = [choices[0] for choices in complete(engine, asked, 1)]
+    done = [choices[0] for choices in complete(engine, batch, 1)]
     seconds = time.perf_counter() - begun
     engine.shutdown()
     stats = [one.stats for one in done if one.stats]

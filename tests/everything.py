@@ -65,11 +65,11 @@ def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("suites", nargs="*", default=SUITES, metavar="VERB")
-    asked = parser.parse_args().suites
+    wanted = parser.parse_args().suites
     KEPT.mkdir(parents=True, exist_ok=True)
     table = KEPT / "last.json"
     last = json.loads(table.read_text()) if table.exists() else {}
-    for verb in asked:
+    for verb in wanted:
         last[verb] = run(verb)
         table.write_text(json.dumps(last, indent=1) + "\n")
         row = last[verb]
@@ -81,7 +81,7 @@ def main() -> int:
             "not run" if row is None else "{ended}, {when}, {commit}, {minutes} min".format(**row)
         )
         print(f"  {verb:14} {line}")
-    return sum(last[verb]["ended"] != "passed" for verb in asked)
+    return sum(last[verb]["ended"] != "passed" for verb in wanted)
 
 
 if __name__ == "__main__":

@@ -174,14 +174,14 @@ def main(number, *modules):
         request, files, _, _ = socket.recv_fds(asking, 1 << 16, 16)
         if not request:
             return
-        asked = json.loads(request)
-        if "module" in asked:
-            importlib.import_module(asked["module"])
+        job = json.loads(request)
+        if "module" in job:
+            importlib.import_module(job["module"])
             asking.send(b"imported")
             continue
         child = os.fork()
         if child == 0:
-            _between(asking, files, **asked)
+            _between(asking, files, **job)
         os.waitpid(child, 0)
         for file in files:
             os.close(file)

@@ -66,10 +66,10 @@ def _tell(send, name, **about):
     send(name, **about)
 
 
-def import_tests(asked, ignored):
+def import_tests(places, ignored):
     """What cannot be imported is imported again by a worker, which says so."""
     ignored = [Path(path).resolve() for path in ignored]
-    for folder in (Path(place.partition("::")[0]).resolve() for place in asked):
+    for folder in (Path(place.partition("::")[0]).resolve() for place in places):
         files = sorted(folder.rglob("*.py")) if folder.is_dir() else [folder]
         for path in files:
             if path.name.startswith(("test_", "conftest")) and not ignored_by(path, ignored):
@@ -89,12 +89,12 @@ class Fork:
 
     def __init__(self, alien):
         """alien: the ends of other workers, which it does not keep open."""
-        (asked, tell), (hear, said) = os.pipe(), os.pipe()
+        (stdin, tell), (hear, said) = os.pipe(), os.pipe()
         self.files = tell, hear
         self.pid = os.fork()
         if self.pid == 0:
-            work(asked, said, [*alien, tell, hear])
-        os.close(asked)
+            work(stdin, said, [*alien, tell, hear])
+        os.close(stdin)
         os.close(said)
 
     def io(self, execmodel):
@@ -117,13 +117,13 @@ class Fork:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def work(asked, said, alien):
+def work(requests, said, alien):
     """Be a worker, and end as a program does."""
     status = 1
     try:
-        for number, file in enumerate((asked, said)):
+        for number, file in enumerate((requests, said)):
             os.dup2(file, number)
-        for file in (asked, said, *alien):
+        for file in (requests, said, *alien):
             os.close(file)
         sys.stdin, sys.stdout, sys.stderr = map(os.fdopen, range(3), "rww")
         get_ready()

@@ -36,5 +36,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="What over_http.py measured, drawn.")
     parser.add_argument("measured", type=Path, help="its --out")
     parser.add_argument("picture", type=Path, help="the SVG")
-    asked = parser.parse_args()
-    asked.picture.write_text(drawn(json.loads(asked.measured.read_text())["results"]))
+    args = parser.parse_args()
+    args.picture.write_text(drawn(json.loads(args.measured.read_text())["results"]))

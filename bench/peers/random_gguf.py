@@ -234,5 +234,5 @@ if __name__ == "__main__":
     parser.add_argument("model", type=Path, help="the file to write")
     parser.add_argument("words", type=Path, help="a GGUF with the tokenizer")
     parser.add_argument("--shape", choices=SHAPES, default="tinyllama", help="the sizes")
-    asked = parser.parse_args()
-    write(asked.model, asked.words, SHAPES[asked.shape])
+    args = parser.parse_args()
+    write(args.model, args.words, SHAPES[args.shape])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 
-def asked() -> argparse.Namespace:
+def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model", help="a .gguf file")
@@ -24,7 +24,7 @@ def asked() -> argparse.Namespace:
     return parser.parse_args()
 
 
-ASKED = asked()  # --help needs none of the packages below, which the peer's environment has.
+ARGS = arguments()  # --help needs none of the packages below, which the peer's environment has.
 
 import openvino_genai as genai
 import uvicorn
@@ -60,7 +60,7 @@ class Pipeline:
         scheduler.dynamic_split_fuse = True
         scheduler.enable_prefix_caching = False
         self.pipe = genai.ContinuousBatchingPipeline(
-            ASKED.model, scheduler, "CPU", {"INFERENCE_NUM_THREADS": ASKED.threads}
+            ARGS.model, scheduler, "CPU", {"INFERENCE_NUM_THREADS": ARGS.threads}
         )
         self.tokenizer = self.pipe.get_tokenizer()
         self.waiting: queue.SimpleQueue[Ask] = queue.SimpleQueue()
@@ -74,23 +74,23 @@ class Pipeline:
         return self.pipe.add_request(number, prompt, config)
 
     def _run(self) -> None:
-        number, asked = 0, dict[int, tuple[Ask, Any, int]]()
+        number, active = 0, dict[int, tuple[Ask, Any, int]]()
         while True:
-            while not asked or not self.waiting.empty():
+            while not active or not self.waiting.empty():
                 ask, number = self.waiting.get(), number + 1
-                asked[number] = (ask, self._add(number, ask), ask.tokens)
+                active[number] = (ask, self._add(number, ask), ask.tokens)
             self.pipe.step()
             finished = []
-            for key, (_, handle, _) in asked.items():
+            for key, (_, handle, _) in active.items():
                 if handle.can_read():
                     pieces = handle.read().values()
                     finished.append((key, [i for piece in pieces for i in piece.generated_ids]))
             texts = self.tokenizer.decode([ids for _, ids in finished]) if finished else []
             for (key, ids), text in zip(finished, texts, strict=True):
-                ask, handle, left = asked.pop(key)
+                ask, handle, left = active.pop(key)
                 ask.tell(text or " ", len(ids))
                 if left > len(ids):
-                    asked[key] = (ask, handle, left - len(ids))
+                    active[key] = (ask, handle, left - len(ids))
 
 
 pipeline = Pipeline()
@@ -130,4 +130,4 @@ routes = [
     Route("/v1/models", models),
     Route("/health", health),
 ]
-uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=ASKED.port, log_level="warning")
+uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=ARGS.port, log_level="warning")

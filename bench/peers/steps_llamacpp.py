@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def asked() -> dict[str, Any]:
+def arguments() -> dict[str, Any]:
     """The arguments of `main`, from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -28,7 +28,7 @@ def asked() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    asked()  # --help needs none of the packages below, which the peer's environment has.
+    arguments()  # --help needs none of the packages below, which the peer's environment has.
 
 try:
     import llama_cpp as lib
@@ -84,4 +84,4 @@ quiet = TELL(lambda *_: None)
 if __name__ == "__main__":
     if hasattr(lib, "llama_log_set"):
         lib.llama_log_set(quiet, ctypes.c_void_p(0))
-    main(**asked())
+    main(**arguments())

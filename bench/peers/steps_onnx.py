@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 
-def asked() -> dict[str, Any]:
+def arguments() -> dict[str, Any]:
     """The arguments of `main`, from the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
@@ -26,7 +26,7 @@ def asked() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    asked()  # --help needs none of the packages below, which the peer's environment has.
+    arguments()  # --help needs none of the packages below, which the peer's environment has.
 
 import numpy as np
 import onnx
@@ -110,4 +110,4 @@ def main(shapes: dict[str, int], threads: int, rounds: int, rows: list[int]) -> 
 
 
 if __name__ == "__main__":
-    main(**asked())
+    main(**arguments())

@@ -59,7 +59,7 @@ def test_served_is_what_was_simulated():
         served, _ = serve(target, shaped(target.config, CHAIN), question, lambda *_: None)
         prompts = [encode(target, prompt, question.tokens) for prompt in question.prompts]
         checkpoint, draft = open_model(config.model).checkpoint, target.draft
-    known = [(asked, np.array(told.tokens)) for asked, told in zip(prompts, plain, strict=True)]
+    known = [(text, np.array(answer.tokens)) for text, answer in zip(prompts, plain, strict=True)]
     simulated = Simulation(checkpoint, draft, True, None).length(known, CHAIN.depth)
     length = mean_length(drafting(served))
     print(f"simulated {simulated:.3f}, served {length:.3f}")

@@ -22,8 +22,8 @@ KEEP_MANY = """async (count) => {
     ? {id: `m${i}`, role: "assistant", content: `Answer **${i}**\\n\\n- one\\n- two`}
     : {id: `m${i}`, role: "user", content: `Question ${i}`});
   const database = await new Promise((done) => {
-    const asked = indexedDB.open("forerun", 1);
-    asked.onsuccess = () => done(asked.result);
+    const request = indexedDB.open("forerun", 1);
+    request.onsuccess = () => done(request.result);
   });
   const put = database.transaction("conversations", "readwrite").objectStore("conversations")
     .put({id: "many", title: "Many", created: 1, updated: 1, messages,

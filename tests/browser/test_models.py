@@ -48,9 +48,9 @@ def test_the_model_that_is_chosen_answers(browser, several):
         assert box.locator("option").all_inner_texts() == shown
         assert findings(page) == []
         box.select_option("b/second")
-        with page.expect_request("**/v1/chat/completions") as asked:
+        with page.expect_request("**/v1/chat/completions") as request:
             page.ask("Hello")
-        assert json.loads(asked.value.post_data)["model"] == "b/second"
+        assert json.loads(request.value.post_data)["model"] == "b/second"
         assert page.answered()
         page.until("document.querySelector('#model').selectedOptions[0].text == 'b/second'")
         box.select_option("c/third")

@@ -98,10 +98,10 @@ def test_other_text_would_be_seen(page):
 
 def test_both_lanes_are_asked_the_same(page):
     """Whatever is typed between them."""
-    asked = []
+    bodies = []
 
     def answer(route):
-        asked.append(route.request.post_data_json["messages"])
+        bodies.append(route.request.post_data_json["messages"])
         page.page.evaluate("document.getElementById('race-prompt').value += '!'")
         say(route, 1)
 
@@ -109,7 +109,7 @@ def test_both_lanes_are_asked_the_same(page):
     page.open("speculate")
     page.click(".go")
     page.wait_for_selector(".verdict.good")
-    assert len(asked) == 2 and asked[0] == asked[1]
+    assert len(bodies) == 2 and bodies[0] == bodies[1]
 
 
 def test_the_dashboard_shows_what_the_server_did(page, server):
@@ -126,8 +126,8 @@ def test_the_dashboard_shows_what_the_server_did(page, server):
     assert depths.count() > 0 and "n-gram" in depths.first.inner_text()
     pages = page.inner_text("section[aria-label='Key/value cache'] .chart-key")
     assert "free" in pages and "–" not in pages
-    asked = {url.removeprefix(server.root) for url in page.requests}
-    own = {url for url in asked if not url.startswith(("/ui/", "/#"))}
+    requested = {url.removeprefix(server.root) for url in page.requests}
+    own = {url for url in requested if not url.startswith(("/ui/", "/#"))}
     assert own <= {"/", "/metrics", "/server_info", "/health", "/v1/models"}
 
 
@@ -141,8 +141,8 @@ def test_the_dashboard_says_why_speculation_rests(page, server):
     }
 
     def answer(route):
-        told = route.fetch().json() | {"speculation": speculation}
-        route.fulfill(json=told)
+        reply = route.fetch().json() | {"speculation": speculation}
+        route.fulfill(json=reply)
 
     page.route("**/server_info", answer)
     page.open("dashboard")

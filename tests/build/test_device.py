@@ -86,14 +86,14 @@ def test_what_runs_is_resolved():
 
 
 def test_a_gpu_that_cannot_be_used_is_told_of(machine, monkeypatch):
-    told = []
-    monkeypatch.setattr(console, "say", told.append)
+    lines = []
+    monkeypatch.setattr(console, "say", lines.append)
     machine(["/dev/nvidia0"], 0)
     target = open_target(EngineConfig(model="toy"))
     object.__setattr__(target, "device", choose_device(EngineConfig()))
     console._say_device(target)
     target.close()
-    assert len(told) == 1 and "this machine has /dev/nvidia0" in told[0]
+    assert len(lines) == 1 and "this machine has /dev/nvidia0" in lines[0]
 
 
 @pytest.mark.parametrize("device", ["cuda:-1", "cuda:", "cuda:x", "cudax", "cpu:0", ""])

@@ -40,8 +40,8 @@ def test_auto_is_decided():
         resolved_drafting(wide, False, None)
 
 
-def automatic(layered=False, **asked):
-    return with_shipped(EngineConfig(model="m", **asked), layered).speculative_algorithm
+def automatic(layered=False, **options):
+    return with_shipped(EngineConfig(model="m", **options), layered).speculative_algorithm
 
 
 def test_auto_takes_what_the_checkpoint_and_the_name_offer():
@@ -67,29 +67,29 @@ def test_a_gguf_file_is_a_draft_whatever_its_name(tmp_path):
 
 
 def test_the_start_says_what_drafts_and_why():
-    asked = EngineConfig(model="m")
-    ngram = resolved_drafting(asked, head=False, fault=None)
-    assert "NGRAM" in drafting_sentence(asked, ngram, False, None)
-    told = drafting_sentence(asked, ngram, False, None)
-    assert "no draft is given; --speculative-algorithm OFF is plain decoding)" in told
-    assert "so far, finished answers (" in told and "table" not in told
+    config = EngineConfig(model="m")
+    ngram = resolved_drafting(config, head=False, fault=None)
+    assert "NGRAM" in drafting_sentence(config, ngram, False, None)
+    sentence = drafting_sentence(config, ngram, False, None)
+    assert "no draft is given; --speculative-algorithm OFF is plain decoding)" in sentence
+    assert "so far, finished answers (" in sentence and "table" not in sentence
     uncounted = replace(ngram, speculative_ngram_capacity=0)
-    assert "lookup in the text so far (AUTO" in drafting_sentence(asked, uncounted, False, None)
-    beside = drafting_sentence(asked, ngram, True, None, own=False)
+    assert "lookup in the text so far (AUTO" in drafting_sentence(config, uncounted, False, None)
+    beside = drafting_sentence(config, ngram, True, None, own=False)
     assert "so far, the draft's n-gram table, finished answers (" in beside
-    tabled = drafting_sentence(asked, ngram, True, None)
+    tabled = drafting_sentence(config, ngram, True, None)
     assert "so far, the draft's n-gram table (" in tabled and "has an n-gram table" in tabled
-    off = resolved_drafting(asked, head=False, fault="the draft has no fc.weight")
-    assert drafting_sentence(asked, off, False, "the draft has no fc.weight") == (
+    off = resolved_drafting(config, head=False, fault="the draft has no fc.weight")
+    assert drafting_sentence(config, off, False, "the draft has no fc.weight") == (
         "drafting: OFF (the draft has no fc.weight)"
     )
     said = EngineConfig(model="m", speculative_algorithm="NGRAM")
     assert drafting_sentence(said, ngram, False, None).endswith("(as requested)")
     said = replace(said, speculative_algorithm="EAGLE3")
     with_draft = replace(said, speculative_draft_model_path="folder")
-    told = drafting_sentence(said, with_draft, False, None)
-    assert "(as requested, by the draft that comes with the model; chains of 8" in told
-    assert "SGLang's trees are --speculative-num-steps 5" in told
+    sentence = drafting_sentence(said, with_draft, False, None)
+    assert "(as requested, by the draft that comes with the model; chains of 8" in sentence
+    assert "SGLang's trees are --speculative-num-steps 5" in sentence
     mapped = replace(with_draft, speculative_token_map="map.json")
     assert "; of the tokens in map.json)" in drafting_sentence(mapped, mapped, False, None)
     for size in ({"speculative_num_steps": 3}, {"speculative_eagle_topk": 2}):
@@ -106,31 +106,32 @@ def test_the_start_says_what_drafts_and_why():
 
 def test_the_start_names_what_the_hub_has():
     """What drafts is n-grams until one is named."""
-    asked = EngineConfig(model="unsloth/Qwen3-8B-GGUF:Q8_0")
-    ngram = resolved_drafting(asked, head=False, fault=None)
-    told = drafting_sentence(asked, ngram, False, None)
-    assert "; the hub has AngelSlim/Qwen3-8B_eagle3 (EAGLE3), z-lab/Qwen3-8B-DFlash-b16 " in told
-    assert told.endswith("(DFLASH): --speculative-draft-model-path takes one)")
+    config = EngineConfig(model="unsloth/Qwen3-8B-GGUF:Q8_0")
+    ngram = resolved_drafting(config, head=False, fault=None)
+    sentence = drafting_sentence(config, ngram, False, None)
+    there = "; the hub has AngelSlim/Qwen3-8B_eagle3 (EAGLE3), z-lab/Qwen3-8B-DFlash-b16 "
+    assert there in sentence
+    assert sentence.endswith("(DFLASH): --speculative-draft-model-path takes one)")
     for other in (
         {"model": "m"}, {"speculative_draft_model_path": "none"}, {"speculative_algorithm": "NGRAM"}
     ):  # fmt: skip
-        told = drafting_sentence(replace(asked, **other), ngram, False, None)
-        assert "the hub" not in told
+        sentence = drafting_sentence(replace(config, **other), ngram, False, None)
+        assert "the hub" not in sentence
 
 
 def test_a_head_that_nobody_has_is_named_with_what_there_is():
-    asked = EngineConfig(model="org/model", speculative_algorithm="EAGLE3")
+    config = EngineConfig(model="org/model", speculative_algorithm="EAGLE3")
     with pytest.raises(ConfigError, match=r"none comes with org/model; add .*-path FOLDER\."):
-        with_shipped(asked)
+        with_shipped(config)
     with pytest.raises(ConfigError, match=r"FOLDER, or use NEXTN: .* layers of its own\."):
-        with_shipped(asked, layered=True)
+        with_shipped(config, layered=True)
     llama = "Llama-3.1-8B-Instruct"
     for name in (f"meta-llama/{llama}", f"bartowski/Meta-{llama}-GGUF:Q4_K_M"):
         with pytest.raises(ConfigError, match=r"FOLDER, such as yuhuili/EAGLE3-LLaMA3.1-Instruct"):
-            with_shipped(replace(asked, model=name))
+            with_shipped(replace(config, model=name))
     with pytest.raises(ConfigError, match=r"FOLDER\."):
-        with_shipped(replace(asked, model="Qwen/Qwen3-14B"))
-    block = replace(asked, speculative_algorithm="DFLASH", model=f"meta-llama/{llama}")
+        with_shipped(replace(config, model="Qwen/Qwen3-14B"))
+    block = replace(config, speculative_algorithm="DFLASH", model=f"meta-llama/{llama}")
     with pytest.raises(ConfigError, match=r"FOLDER\."):  # No EAGLE head.
         with_shipped(block)
     with pytest.raises(ConfigError, match=r"such as LiquidAI/LFM2\.5-1\.2B-Instruct-DSpark\."):
@@ -139,15 +140,15 @@ def test_a_head_that_nobody_has_is_named_with_what_there_is():
 
 def test_ngrams_alone_may_fill_a_step_of_sixteen_where_nodes_are_bought():
     def most(**changes):
-        asked = EngineConfig(model="m", executor="cpu", policy="adaptive", **changes)
-        return resolved_drafting(asked, head=False, fault=None).speculative_num_draft_tokens
+        config = EngineConfig(model="m", executor="cpu", policy="adaptive", **changes)
+        return resolved_drafting(config, head=False, fault=None).speculative_num_draft_tokens
 
     assert most() == 16
     assert most(speculative_num_draft_tokens=5) == 5 and most(speculative_num_steps=3) == 4
     for other in ({"policy": "fixed"}, {"executor": "torch"}):
         config = replace(EngineConfig(model="m", executor="cpu", policy="adaptive"), **other)
-        told = resolved_drafting(config, head=False, fault=None)
-        assert told.speculative_num_draft_tokens == 9
+        resolved = resolved_drafting(config, head=False, fault=None)
+        assert resolved.speculative_num_draft_tokens == 9
 
 
 @pytest.mark.parametrize(("answers", "counts"), [(True, False), (False, True), (None, True)])

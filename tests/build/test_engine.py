@@ -183,14 +183,14 @@ def test_cycles_are_collected_later_only_where_they_were(collects):
 def test_loading_tells_how_far_the_weights_are_read(executor, tmp_path):
     pytest.importorskip(executor)
     folder = tiny.save_folder(tiny.model("llama"), tmp_path)
-    told, checkpoint = [], FolderCheckpoint(folder)
+    progress, checkpoint = [], FolderCheckpoint(folder)
     config = EngineConfig(model=str(folder), executor=executor, dtype="float32", device="cpu")
     limits = ExecutorLimits(16, 8, 1, 16, 64, checkpoint.architecture.vocab)
     EXECUTORS[executor].build(
-        config, checkpoint, limits, lambda *news: told.append(news)
+        config, checkpoint, limits, lambda *news: progress.append(news)
     ).shutdown()
     total = 4 * sum(math.prod(checkpoint.shape(name)) for name in checkpoint.names())
-    done = [so_far for what, so_far, _ in told if what == "loading weights"]
+    done = [so_far for what, so_far, _ in progress if what == "loading weights"]
     assert len(done) == len(checkpoint.names()) and done == sorted(set(done))
     assert done[-1] == total
-    assert {of for what, _, of in told if what == "loading weights"} == {total}
+    assert {of for what, _, of in progress if what == "loading weights"} == {total}

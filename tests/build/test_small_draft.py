@@ -36,12 +36,12 @@ def start(folders, monkeypatch):
     def opened(size=1, **options):
         monkeypatch.setattr(small_draft, "SMALL", str(folders / "small"))
         monkeypatch.setattr(small_draft, "SMALL_BYTES", size)
-        asked = EngineConfig(
+        config = EngineConfig(
             model=str(folders / "target"), executor="cpu", threads=1, kv_tokens=512, **options
         )
-        target = open_target(asked)
+        target = open_target(config)
         target.close()
-        return target, drafting_sentence(asked, target.config, False, target.fault)
+        return target, drafting_sentence(config, target.config, False, target.fault)
 
     return opened
 
@@ -73,18 +73,18 @@ def test_it_does_not_where_it_is_no_use_or_not_wanted(start, options):
 
 
 def test_where_it_is_missing_the_start_says_how_to_get_it(monkeypatch):
-    asked = EngineConfig(model="m", executor="cpu")
-    resolved = resolved_drafting(replace(asked, policy="adaptive"), head=False, fault=None)
+    config = EngineConfig(model="m", executor="cpu")
+    resolved = resolved_drafting(replace(config, policy="adaptive"), head=False, fault=None)
     large = small_draft.RATIO * small_draft.SMALL_BYTES
     monkeypatch.setattr(small_draft, "is_here", lambda _: False)
-    assert "`forerun pull smollm2-135m`" in small_draft.missing(asked, resolved, large)
-    assert small_draft.missing(asked, resolved, large - 1) == ""
-    named = replace(asked, speculative_draft_model_path="none")
+    assert "`forerun pull smollm2-135m`" in small_draft.missing(config, resolved, large)
+    assert small_draft.missing(config, resolved, large - 1) == ""
+    named = replace(config, speculative_draft_model_path="none")
     assert small_draft.missing(named, resolved, large) == ""
-    chosen = replace(asked, speculative_algorithm="NGRAM")
+    chosen = replace(config, speculative_algorithm="NGRAM")
     assert small_draft.missing(chosen, resolved, large) == ""
     monkeypatch.setattr(small_draft, "is_here", lambda _: True)
-    assert small_draft.missing(asked, resolved, large) == ""
+    assert small_draft.missing(config, resolved, large) == ""
 
 
 def test_what_it_cannot_do_costs_nothing(start, monkeypatch):

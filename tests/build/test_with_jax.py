@@ -90,12 +90,12 @@ def test_jax_is_not_imported_where_there_is_no_tpu(monkeypatch):
 
 @pytest.fixture(scope="module")
 def target(folder, tmp_path_factory):
-    told = []
+    progress = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(with_jax, "cache_dir", lambda: tmp_path_factory.mktemp("cache"))
         config = EngineConfig(model=str(folder), **SMALL)
-        made = open_target(config, lambda *news: told.append(news))
-    made.executor.told = told
+        made = open_target(config, lambda *news: progress.append(news))
+    made.executor.progress = progress
     yield made
     made.close()
 
@@ -103,8 +103,8 @@ def target(folder, tmp_path_factory):
 @pytest.mark.slow
 def test_start_up_tells_how_far_it_is(target):
     compiling = "compiling step sizes, kept for the next start"
-    told = [said for said in target.executor.told if said[0] == compiling]
-    assert [done for _, done, _ in told] == [*range(told[-1][2] + 1)]
+    progress = [said for said in target.executor.progress if said[0] == compiling]
+    assert [done for _, done, _ in progress] == [*range(progress[-1][2] + 1)]
     assert target.config.executor == "jax" and target.config.dtype == "float32"
 
 

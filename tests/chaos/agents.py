@@ -32,7 +32,7 @@ class Said:
     cached: int
 
 
-def ask(engine: Engine, asked: list[tuple[tuple[int, ...], dict]], **speculation) -> list[Said]:
+def ask(engine: Engine, prompts: list[tuple[tuple[int, ...], dict]], **speculation) -> list[Said]:
     """Submit requests together and step by hand until all have ended; what came of each.
 
     Pages, slots and tables are checked after every step.
@@ -42,7 +42,7 @@ def ask(engine: Engine, asked: list[tuple[tuple[int, ...], dict]], **speculation
             np.array(prompt, np.int32), (), ignore_eos=True,
             speculation=Speculation(**speculation), **options,
         )
-        for prompt, options in asked
+        for prompt, options in prompts
     ]  # fmt: skip
     tokens = {request.id: [] for request in requests}
     cached = dict.fromkeys(tokens, 0)
@@ -62,7 +62,7 @@ def ask(engine: Engine, asked: list[tuple[tuple[int, ...], dict]], **speculation
     assert engine.stats().load.pages_held == 0
     return [
         Said(prompt, options, tuple(tokens[request.id]), cached[request.id])
-        for (prompt, options), request in zip(asked, requests, strict=True)
+        for (prompt, options), request in zip(prompts, requests, strict=True)
     ]
 
 
@@ -81,8 +81,8 @@ class Script:
         earlier = [[list(talk)] for talk in talks]
         rounds = []
         for _ in range(self.turns):
-            asked = [self._turn(random, talks, earlier, systems, n) for n in range(self.agents)]
-            said = ask(engine, asked)
+            prompts = [self._turn(random, talks, earlier, systems, n) for n in range(self.agents)]
+            said = ask(engine, prompts)
             for number, one in enumerate(said):
                 earlier[number].append(list(talks[number]))
                 talks[number] = [*one.prompt, *one.answer]
@@ -112,7 +112,7 @@ def cached(rounds: list[list[Said]], page_size: int = 1) -> int:
     return sum(one.cached // page_size * page_size for said in rounds for one in said)
 
 
-def told(rounds: list[list[Said]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def conversation_tokens(rounds: list[list[Said]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Prompts and answers alone."""
     return [(one.prompt, one.answer) for said in rounds for one in said]
 

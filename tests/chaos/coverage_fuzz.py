@@ -265,19 +265,19 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=2.0, help="of each reader")
     parser.add_argument("--runs", type=int, default=0, help="files of each reader, 0 = no limit")
     parser.add_argument("--replay", type=Path, help="read this file once")
-    asked = parser.parse_args()
-    if asked.replay and not asked.reader:
-        parser.error(f"--replay needs the reader that {asked.replay} is for")
-    if asked.replay:
+    args = parser.parse_args()
+    if args.replay and not args.reader:
+        parser.error(f"--replay needs the reader that {args.replay} is for")
+    if args.replay:
         with tempfile.TemporaryDirectory() as folder:
-            attempt(READERS[asked.reader], Path(folder), asked.replay.read_bytes())
+            attempt(READERS[args.reader], Path(folder), args.replay.read_bytes())
         return 0
-    if asked.reader:
-        fuzz(asked.reader, round(60 * asked.minutes), asked.runs)
+    if args.reader:
+        fuzz(args.reader, round(60 * args.minutes), args.runs)
     faults = []
     for name in READERS:
         command = [sys.executable, "-m", "tests.chaos.coverage_fuzz", name]
-        options = ["--minutes", str(asked.minutes), "--runs", str(asked.runs)]
+        options = ["--minutes", str(args.minutes), "--runs", str(args.runs)]
         if subprocess.run([*command, *options], check=False).returncode:
             faults.append(name)
     print(f"readers with findings: {', '.join(faults) or 'none'} (inputs in {OUT})")

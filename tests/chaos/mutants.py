@@ -171,7 +171,7 @@ def run(path: str, code: str, seconds: float, order: Order) -> tuple[bool, float
 
     order  learns from it: of the costs only where it knew none
     """
-    told, tell = os.pipe()
+    receiver, tell = os.pipe()
     child = os.fork()
     if child == 0:
         resource.setrlimit(resource.RLIMIT_CPU, (int(seconds) + 1, int(seconds) + 1))
@@ -189,7 +189,7 @@ def run(path: str, code: str, seconds: float, order: Order) -> tuple[bool, float
             json.dump([order.costs, order.noticed], pipe)
         os._exit(failed)
     os.close(tell)
-    with os.fdopen(told) as pipe:
+    with os.fdopen(receiver) as pipe:
         text = pipe.read()
     _, status, usage = os.wait4(child, 0)
     if text:

@@ -46,9 +46,9 @@ class Phases:
             return "prefill"
         return "decode" if plan.rows == 2 else ""
 
-    def load(self, start, told):
+    def load(self, start, report):
         """As load_started."""
-        loaded = load_started(start, told)
+        loaded = load_started(start, report)
         self.loaded = True
         return loaded
 

@@ -50,8 +50,8 @@ def build_tool():
 
 def library(tool, name: str) -> str:
     """Where the compiler has a library; its bare name where it has none."""
-    asked = [*tool.compiler(), f"-print-file-name={name}"]
-    return subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    command = [*tool.compiler(), f"-print-file-name={name}"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def main() -> int:

@@ -82,8 +82,8 @@ def main() -> int:
     del sys.argv[1 : 1 + impatient]
     measured(pipe, impatient)
     # The same pipe, which this process passes on to no other.
-    told = [f"/proc/{os.getpid()}/fd/{pipe}", str(int(impatient))]
-    serve_begin.ENGINE = (sys.executable, "-m", "tests.chaos.engine_measured", *told)
+    arguments = [f"/proc/{os.getpid()}/fd/{pipe}", str(int(impatient))]
+    serve_begin.ENGINE = (sys.executable, "-m", "tests.chaos.engine_measured", *arguments)
     return console()
 
 

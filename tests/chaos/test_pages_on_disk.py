@@ -21,12 +21,12 @@ TEXTS = 8
 
 SERVER = """
 import sys
-from tests.chaos.test_pages_on_disk import LIMIT, asked, config
+from tests.chaos.test_pages_on_disk import LIMIT, config, generate
 from forerun.build.engine import load
 
 loaded = load(config(sys.argv[1]))
 for order in sys.stdin:
-    text, cached = asked(loaded, int(order))
+    text, cached = generate(loaded, int(order))
     print(text, cached, flush=True)
 loaded.close()
 print(loaded.engine.stats().store, file=sys.stderr)
@@ -45,7 +45,7 @@ def prompt(number):
     return np.concatenate([shared, own]).astype(np.int32)
 
 
-def asked(loaded, number):
+def generate(loaded, number):
     """The tokens of an answer in one word, and how many of its prompt's were found."""
     request = make_request(prompt(number), max_tokens=12, temperature=0.7, seed=number)
     ((done,),) = complete(loaded.engine, [request])
@@ -78,7 +78,7 @@ class Child:
 @pytest.fixture(scope="module")
 def right():
     with closing(load(config(None))) as loaded:
-        return [asked(loaded, number)[0] for number in range(TEXTS)]
+        return [generate(loaded, number)[0] for number in range(TEXTS)]
 
 
 def size(folder):

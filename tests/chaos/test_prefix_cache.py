@@ -14,7 +14,15 @@ from forerun.build.target import open_target
 from forerun.measure.workload import read_prompts as prompts
 from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
-from tests.chaos.agents import Script, ask, ask_again, cached, cut_from, letters, told
+from tests.chaos.agents import (
+    Script,
+    ask,
+    ask_again,
+    cached,
+    conversation_tokens,
+    cut_from,
+    letters,
+)
 from tests.engine.toys import following, make
 
 DRAFTERS = ("none", "ngram", "oracle", "adversary", "erratic")
@@ -40,11 +48,11 @@ def play(script, seed, **shape):
         engine = toy(name, **shape)
         rounds = script.play(engine)
         first = first or rounds
-        assert told(rounds) == told(first), name
+        assert conversation_tokens(rounds) == conversation_tokens(first), name
         reuse[name] = cached(rounds, shape["page_size"])
         preempted[name] = engine.stats().preemptions
-        asked, _ = ask_again(engine, rounds, seed, at_once=5)
-        assert asked == script.agents * script.turns
+        count, _ = ask_again(engine, rounds, seed, at_once=5)
+        assert count == script.agents * script.turns
     assert all(is_right(one) for said in first for one in said)
     return reuse, preempted
 
@@ -108,7 +116,7 @@ def test_agents_of_the_default_model(kv_tokens, page_size):
         for other in (fixed, target.config):
             engine = make_engine(target, other)
             rounds = script.play(engine)
-            assert told(rounds) == told(plain)
+            assert conversation_tokens(rounds) == conversation_tokens(plain)
             kept = 1.0 if kv_tokens > 10_000 else KEPT
             assert cached(rounds) >= kept * cached(plain) > 0
             ask_again(engine, rounds, 7, at_once=4)

@@ -48,7 +48,7 @@ class Phased:
     """A server that has stopped at a phase.
 
     ranks  the process ids of ranks 0 and 1
-    told   when each stream had its error
+    error_times   when each stream had its error
     """
 
     def __init__(self, folder, tmp_path, phase):
@@ -66,7 +66,7 @@ class Phased:
             base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE, trust_env=False
         )
         self.heard = [[] for _ in range(STREAMS)]
-        self.told = []
+        self.error_times = []
         self.threads = []
 
     def ask(self):
@@ -83,7 +83,7 @@ class Phased:
             for line in filter(None, answer.iter_lines()):
                 self.heard[index].append(line)
                 if '"error"' in line:
-                    self.told.append(monotonic())
+                    self.error_times.append(monotonic())
 
     def at_phase(self):
         """Wait for it."""
@@ -178,7 +178,7 @@ def test_a_rank_that_is_lost(started, report, phase, rank, fault):
     # What ends before it is loaded may say that it could not be.
     codes = (6,) if serving or fault is not exhaust else (5, 6)
     assert server.process.wait(PATIENCE) in codes, server.logged()
-    error = max(server.told) - began if serving else None
+    error = max(server.error_times) - began if serving else None
     report[f"{phase} {rank} {fault.__name__}"] = error, monotonic() - began
     last = server.logged().strip().splitlines()[-1]
     assert last.startswith("forerun: ")

@@ -153,7 +153,7 @@ def streamed(server, route, body):
 
 def test_every_way_of_asking_gives_the_same(server):
     luck = random.Random(11)
-    asked = [drawn(luck, server.models) for _ in range(TIMES)]
+    requests = [drawn(luck, server.models) for _ in range(TIMES)]
 
     def compared(pair):
         route, body = pair
@@ -164,5 +164,5 @@ def test_every_way_of_asking_gives_the_same(server):
         return bool(any(one["calls"] for one in wanted[0].values()))
 
     with ThreadPoolExecutor(4) as pool:
-        with_calls = list(pool.map(compared, asked))
+        with_calls = list(pool.map(compared, requests))
     assert sum(with_calls) > 3, "no tool was ever called"

@@ -180,10 +180,10 @@ def test_a_line_that_is_no_request_keeps_no_other_from_its_answer(
     source.write_text(json.dumps(line("good")) + "\n" + text + "\n" + json.dumps(line("last")))
     for _ in range(2):  # The second time only the bad line is left.
         assert run("--json") == 1
-        told = capsys.readouterr()
-        report = json.loads(told.out)
+        printed = capsys.readouterr()
+        report = json.loads(printed.out)
         assert (report["requests"], report["answered"], report["failed"]) == (3, 2, 1)
-        assert f"line 2: {problem}" in told.err
+        assert f"line 2: {problem}" in printed.err
         answers = [json.loads(one) for one in target.read_text().splitlines()]
         assert len(answers) == 3
         (refused,) = [one for one in answers if one["error"]]

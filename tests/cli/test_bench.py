@@ -229,7 +229,7 @@ def test_the_command_prints_json(capsys):
 @pytest.mark.parametrize(("whole", "levels"), [(5, [1, 1]), (0, [])])
 def test_interrupted_it_shows_the_repeats_that_are_whole(whole, levels, capsys, monkeypatch):
     """Two of both sides and one of one; nothing whole is nothing shown."""
-    real, begun, told = bench.load_level, [], []
+    real, begun, handlers = bench.load_level, [], []
 
     async def load_level(endpoint, bodies, at_once, report=None, rate=inf):
         begun.append(at_once)
@@ -240,7 +240,7 @@ def test_interrupted_it_shows_the_repeats_that_are_whole(whole, levels, capsys, 
         return await real(endpoint, bodies, at_once, report, rate)
 
     def say(what, done, total):
-        told.append(what)
+        handlers.append(what)
 
     monkeypatch.setattr(bench, "load_level", load_level)
     monkeypatch.setattr(bench, "bars", lambda: nullcontext(say))
@@ -252,7 +252,7 @@ def test_interrupted_it_shows_the_repeats_that_are_whole(whole, levels, capsys, 
     assert [level["at_once"] for level in shown] == levels
     assert all(level["requests"] == 4 for level in shown)
     runs = [f", run {number} of 12" for number in range(1, whole + 1)]
-    assert [what for what in dict.fromkeys(told) if not what.endswith(tuple(runs))] == []
+    assert [what for what in dict.fromkeys(handlers) if not what.endswith(tuple(runs))] == []
 
 
 @pytest.mark.parametrize(
@@ -353,8 +353,8 @@ def test_lengths_and_rates_that_cannot_be(flags, why, capsys):
 
 def test_settings_of_speculation_are_compared_by_tune(capsys):
     assert main(["bench", "--speculative-grid", "--model", "toy"]) == 2
-    told = capsys.readouterr().err
-    assert "no option --speculative-grid of forerun bench; forerun tune compares" in told
+    printed = capsys.readouterr().err
+    assert "no option --speculative-grid of forerun bench; forerun tune compares" in printed
 
 
 def test_what_the_environment_says_of_engines_is_not_for_a_server_elsewhere(

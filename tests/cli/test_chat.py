@@ -19,9 +19,9 @@ CHAT = [sys.executable, "-m", "forerun.cli", "chat", "toy", "--kv-tokens", "4096
 
 
 def talking(loaded, ask=ASK, system=None, write=lambda _: None):
-    told = []
-    talk = Conversation(loaded, ask, system, write, told.append)
-    talk.told = told
+    lines = []
+    talk = Conversation(loaded, ask, system, write, lines.append)
+    talk.notes = lines
     return talk
 
 
@@ -77,9 +77,9 @@ def test_the_oldest_turns_make_room():
         talk = talking(loaded)
         for number in range(3):
             talk.say(f"{number}" + "x" * 200)
-            assert not talk.told
+            assert not talk.notes
         assert talk.say("3" + "x" * 200).text
-        assert talk.told == ["the context is full: the oldest 2 messages are dropped"]
+        assert talk.notes == ["the context is full: the oldest 2 messages are dropped"]
         assert [turn["content"][0] for turn in talk.turns[::2]] == ["1", "2", "3"]
         # What is nearly too long gets the answer that still fits.
         assert len(talk.say("y" * (loaded.context - 40)).tokens) < 40
@@ -123,8 +123,8 @@ def test_commands_of_the_terminal(tmp_path):
 def test_lines_between_quotes_are_one_message():
     done = chatted('"""One\ntwo\n\nthree"""\n"""open', "--json")
     report = json.loads(done.stdout[done.stdout.index("{") :])
-    asked = [turn["content"] for turn in report["turns"] if turn["role"] == "user"]
-    assert asked == ["One\ntwo\n\nthree", "open"]
+    messages = [turn["content"] for turn in report["turns"] if turn["role"] == "user"]
+    assert messages == ["One\ntwo\n\nthree", "open"]
 
 
 def test_a_conversation_as_json():

@@ -94,6 +94,6 @@ def test_errors_of_the_system_are_told_from_our_own(tmp_path):
     try:
         (tmp_path / ("x" * 300)).stat()
     except OSError as error:
-        assert isinstance(told := unusable(error), ModelError) and "x" * 300 in str(told)
+        assert isinstance(sentence := unusable(error), ModelError) and "x" * 300 in str(sentence)
     assert unusable(FileNotFoundError(2, "No such file", "x")) is None
     assert unusable(PermissionError("no name")) is None and unusable(ValueError()) is None

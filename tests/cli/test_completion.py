@@ -16,11 +16,11 @@ def script(shell, capsys):
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_every_shell_is_told_commands_options_and_values(shell, capsys):
-    told = script(shell, capsys)
+    written = script(shell, capsys)
     assert shell in shtab.SUPPORTED_SHELLS
     for word in ("serve", "speculative-algorithm", "EAGLE+NGRAM", "adaptive"):
-        assert word in told
-    assert "one of AUTO, EAGLE" not in told, "the values say that by themselves"
+        assert word in written
+    assert "one of AUTO, EAGLE" not in written, "the values say that by themselves"
 
 
 @pytest.mark.parametrize(

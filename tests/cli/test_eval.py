@@ -25,9 +25,9 @@ def test_what_is_known_is_shown(served, known, capsys, monkeypatch):
 
     monkeypatch.setattr(acceptance, "serve", serve)
     assert main(LINE) == INTERRUPTED
-    told = capsys.readouterr()
-    assert [one["temperature"] for one in json.loads(told.out)["findings"]] == known
-    assert "interrupted" in told.err
+    printed = capsys.readouterr()
+    assert [one["temperature"] for one in json.loads(printed.out)["findings"]] == known
+    assert "interrupted" in printed.err
 
 
 def test_two_sets_of_one_name_are_refused(tmp_path, capsys):
@@ -43,9 +43,9 @@ def test_two_sets_of_one_name_are_refused(tmp_path, capsys):
 def test_a_damaged_file_of_the_trainer_costs_no_result(tmp_path, capsys):
     for text in ("", "[]", "{}", '{"best_simulated_length": 1.5}'):
         (tmp_path / "metrics.json").write_text(text)
-        told = _promised(str(tmp_path / "draft"))
-        assert told == (1.5 if "1.5" in text else None)
-        assert ("cannot be read" in capsys.readouterr().err) == (told is None)
+        promised = _promised(str(tmp_path / "draft"))
+        assert promised == (1.5 if "1.5" in text else None)
+        assert ("cannot be read" in capsys.readouterr().err) == (promised is None)
 
 
 def test_nothing_known_is_nothing_shown(capsys, monkeypatch):

@@ -136,21 +136,21 @@ def test_llama_cpps_switches_of_the_server():
 
 
 def test_llama_cpps_environment(caplog):
-    told = {"LLAMA_ARG_CTX_SIZE": "512", "LLAMA_ARG_N_PARALLEL": "3", "LLAMA_ARG_PORT": "9",
+    variables = {"LLAMA_ARG_CTX_SIZE": "512", "LLAMA_ARG_N_PARALLEL": "3", "LLAMA_ARG_PORT": "9",
             "LLAMA_ARG_ENDPOINT_METRICS": "1", "LLAMA_ARG_WHATEVER": "2"}  # fmt: skip
-    assert engine(**told) == EngineConfig(context=512, max_sequences=3)
-    assert server(**told).port == 9 and server("--port", "7", **told).port == 7
-    assert server(**told, FORERUN_PORT="8").port == 8
+    assert engine(**variables) == EngineConfig(context=512, max_sequences=3)
+    assert server(**variables).port == 9 and server("--port", "7", **variables).port == 7
+    assert server(**variables, FORERUN_PORT="8").port == 8
     assert "LLAMA_ARG_WHATEVER changes nothing here" in caplog.text
     for name in ("LLAMA_API_KEY", "VLLM_API_KEY"):  # Unread, the server would be open.
         assert server(**{name: "secret"}).api_keys == ("secret",)
         assert server("--api-key", "own", **{name: "secret"}).api_keys == ("own",)
         assert server(**{name: ""}).api_keys == ()
-    assert settled("run", "hi", **told).values["context"] == EngineConfig().context
+    assert settled("run", "hi", **variables).values["context"] == EngineConfig().context
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("--lora a", "use --lora-modules NAME=FOLDER"),
         ("m --lora-modules a=b a=c", "names an adapter twice: a, a"),
@@ -162,8 +162,8 @@ def test_llama_cpps_environment(caplog):
         ("--quantization awq", "leave it out for files that are quantised"),
     ],
 )
-def test_what_to_say_instead(line, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_to_say_instead(line, message):
+    with pytest.raises(ConfigError, match=message):
         engine(*line.split())
 
 
@@ -327,8 +327,8 @@ def test_a_tree_that_cannot_be_is_explained_with_numbers():
 
 
 def test_what_is_not_said_of_a_tree_goes_with_what_is():
-    def shape(*asked):
-        draft_shape = algorithms.draft_shape(*asked)
+    def shape(*sizes):
+        draft_shape = algorithms.draft_shape(*sizes)
         return draft_shape.depth, draft_shape.width, draft_shape.nodes + 1
 
     assert shape(None, None, None) == (8, 1, 9)
@@ -494,14 +494,14 @@ def test_another_library_for_grammars_is_a_sentence_and_no_error(caplog):
 def test_all_values_out_of_bounds_are_told_at_once(capsys):
     line = ["serve", "toy", "--port", "99999", "--max-sequences", "0", "--threads", "-4"]
     assert main(line) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert sorted(one.split()[1] for one in told) == ["max-sequences", "port", "threads"]
+    printed = capsys.readouterr().err.splitlines()
+    assert sorted(one.split()[1] for one in printed) == ["max-sequences", "port", "threads"]
 
 
 def test_a_value_out_of_bounds_is_named_by_where_it_was_written(tmp_path, capsys, monkeypatch):
     assert main(["serve", "toy", "--gpu-memory-utilization", "5", "--max-num-seqs", "0"]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert sorted(one.split(" is ")[0] for one in told) == [
+    printed = capsys.readouterr().err.splitlines()
+    assert sorted(one.split(" is ")[0] for one in printed) == [
         "forerun: --gpu-memory-utilization: mem-fraction-static",
         "forerun: --max-num-seqs: max-sequences",
     ]

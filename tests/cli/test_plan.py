@@ -69,8 +69,8 @@ def test_jax_counts_its_devices_together(capsys):
     plan = planned(capsys, *words)
     assert plan["fits"] and plan["memory_bytes"] == 4 * 16 << 30
     assert main(["plan", *words]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "68.7 GB on 4 devices together" in told and "on each of" not in told
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "68.7 GB on 4 devices together" in printed and "on each of" not in printed
 
 
 def test_memory_of_a_device_is_a_gpus_unless_another_is_named(capsys):
@@ -201,9 +201,9 @@ def test_what_captured_rounds_take_is_told(capsys):
 
 def test_what_does_not_fit_says_so_behind_its_table(capsys):
     assert main(["plan", "glm-4.5", "--tp-size", "4", *CARD]) == 4
-    told = capsys.readouterr()
-    assert "352.80B parameters" in told.out
-    assert "does not fit" in told.err
+    printed = capsys.readouterr()
+    assert "352.80B parameters" in printed.out
+    assert "does not fit" in printed.err
 
 
 @pytest.mark.parametrize(

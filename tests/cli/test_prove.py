@@ -158,10 +158,10 @@ def test_everything_that_can_be_asked_for_is_proved_while_sequences_are_preempte
 
 
 def test_every_parameter_is_asked_for_with_the_grammar_and_without(monkeypatch):
-    asked = []
+    calls = []
 
     def spying(target, config, requests, *rest):
-        asked.extend(requests)
+        calls.extend(requests)
         return answers(target, config, requests, *rest)
 
     monkeypatch.setattr("forerun.measure.prove.answers", spying)
@@ -171,8 +171,8 @@ def test_every_parameter_is_asked_for_with_the_grammar_and_without(monkeypatch):
     names = {name for kind in kinds for name in kind}
     wanted = {"repetition_penalty", "frequency_penalty", "presence_penalty", "logit_bias", "n"}
     assert wanted | {"stop", "logprobs", "top_k", "top_p", "min_p"} <= names
-    assert {request.grammar is None for request in asked} == {True, False}
-    assert {request.n for request in asked} == {1, 2, 3}
+    assert {request.grammar is None for request in calls} == {True, False}
+    assert {request.n for request in calls} == {1, 2, 3}
 
 
 def test_equal_tokens_are_not_all_that_is_compared():

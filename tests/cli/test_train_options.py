@@ -72,8 +72,8 @@ def test_prompts_without_a_chat_are_refused_before_a_model_is_loaded(
         prompts.write_text(text)
     line = ["train", "--preset", "table", "--out", str(out), "--prompts", str(prompts)]
     assert main([*line, "--model", "nosuchmodel"]) == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert f"--prompts {prompts}" in told and problem in told and not out.exists()
+    printed = " ".join(capsys.readouterr().err.split())
+    assert f"--prompts {prompts}" in printed and problem in printed and not out.exists()
 
 
 def test_another_models_chats_are_not_learnt_from(tmp_path):
@@ -95,7 +95,7 @@ def test_a_template_is_that_of_the_options_before_the_models():
     with pytest.raises(ConfigError, match="base has no chat template; --raw trains on plain text"):
         _template(EngineConfig(), model, raw=False)
     chat = [{"role": "user", "content": "Hi"}]
-    told = _template(EngineConfig(chat_template="chatml"), model, raw=False)
-    assert model.tokenizer.decode(told.encode(chat)) == "user\nHi\nassistant\n"
+    template = _template(EngineConfig(chat_template="chatml"), model, raw=False)
+    assert model.tokenizer.decode(template.encode(chat)) == "user\nHi\nassistant\n"
     plain = _template(EngineConfig(), model, raw=True).encode(chat)
     assert model.tokenizer.decode(plain) == "Hi"

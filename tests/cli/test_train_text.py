@@ -45,8 +45,8 @@ def test_what_the_same_command_does_not_mend_is_not_said_to_go_on(tmp_path, caps
     (tmp_path / "target.json").write_text('"another"')
     line = ["train", "smollm2-135m", "--out", str(tmp_path), "--preset", "table"]
     assert main(line) == 2
-    told = capsys.readouterr().err
-    assert "holds chats of another, not of " in told and "same command" not in told
+    printed = capsys.readouterr().err
+    assert "holds chats of another, not of " in printed and "same command" not in printed
 
 
 @pytest.mark.model

@@ -103,13 +103,13 @@ def test_the_command_keeps_a_profile_that_is_used_from_then_on(capsys, monkeypat
     assert main(["tune", *flags, "--batches", "1", "--tokens", "8", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     best = Setting(**result["best"])
-    asked = EngineConfig(model="toy", kv_tokens=4096, context=512)
-    with_profile = load(asked)
+    config = EngineConfig(model="toy", kv_tokens=4096, context=512)
+    with_profile = load(config)
     with_profile.close()
     assert with_profile.info["profile"] == best.name
     assert with_profile.config.policy == best.policy
     assert with_profile.config.speculative_algorithm == best.speculative_algorithm
-    other = load(replace(asked, speculative_num_draft_tokens=4))
+    other = load(replace(config, speculative_num_draft_tokens=4))
     other.close()
     assert other.info["profile"] is None and other.config.speculative_num_draft_tokens == 4
 

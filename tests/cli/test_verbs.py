@@ -26,8 +26,8 @@ def server(tmp_path_factory):
 
 def run(capsys, *line):
     code = main([*line])
-    told = capsys.readouterr()
-    return code, told.out, told.err
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
 
 
 def test_verbs_of_others():
@@ -61,8 +61,8 @@ def test_the_model_is_the_first_word_of_every_command(line):
 
 def test_models_alone_lists(capsys):
     assert run(capsys, "models", "--json") == run(capsys, "ls", "--json")
-    code, _, told = run(capsys, "rm")
-    assert code == 2 and "needs the name of a model" in told
+    code, _, err = run(capsys, "rm")
+    assert code == 2 and "needs the name of a model" in err
 
 
 def test_a_tokenizer_is_written_by_show_alone(capsys, tmp_path):
@@ -73,10 +73,10 @@ def test_a_tokenizer_is_written_by_show_alone(capsys, tmp_path):
 def test_what_is_served(server, capsys):
     code, out, _ = run(capsys, "ps", "--url", server.url)
     assert code == 0 and "toy" in out and "4,096" in out
-    code, _, told = run(capsys, "stop", "--url", server.url)
-    assert code == 2 and "Ctrl+C" in told
-    code, _, told = run(capsys, "ps", "--url", "http://127.0.0.1:9")
-    assert code == 2 and "No server answers at http://127.0.0.1:9" in told
+    code, _, err = run(capsys, "stop", "--url", server.url)
+    assert code == 2 and "Ctrl+C" in err
+    code, _, err = run(capsys, "ps", "--url", "http://127.0.0.1:9")
+    assert code == 2 and "No server answers at http://127.0.0.1:9" in err
     assert run(capsys, "ps", "--url", "here")[0] == 2
 
 
@@ -84,10 +84,10 @@ def test_what_is_no_server_is_said_in_a_sentence(capsys):
     with socket.create_server(("127.0.0.1", 0)) as other:
 
         def answer():
-            asked, _ = other.accept()
-            asked.sendall(b"SSH-2.0-OpenSSH_9\r\n")
-            asked.recv(9999)
-            asked.close()
+            connection, _ = other.accept()
+            connection.sendall(b"SSH-2.0-OpenSSH_9\r\n")
+            connection.recv(9999)
+            connection.close()
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -101,15 +101,15 @@ def test_agents_are_configured_beside_what_there_is(server, capsys, tmp_path, mo
     monkeypatch.setenv("CODEX_HOME", str(tmp_path))
     file = tmp_path / "forerun.config.toml"
     file.write_text('approval_policy = "never"\n', encoding="utf-8")
-    asked = ("launch", "codex", "--config-only", "--url", server.url)
+    command = ("launch", "codex", "--config-only", "--url", server.url)
     for _ in range(2):
-        assert run(capsys, *asked)[0] == 0
+        assert run(capsys, *command)[0] == 0
     config = tomllib.loads(file.read_text(encoding="utf-8"))
     assert (config["approval_policy"], config["model"]) == ("never", "toy")
     assert config["model_providers"]["forerun"]["base_url"] == server.url
     file.write_text("# >>> forerun launch >>>\n", encoding="utf-8")
-    code, _, told = run(capsys, *asked)
-    assert code == 2 and "without its end" in told
+    code, _, err = run(capsys, *command)
+    assert code == 2 and "without its end" in err
 
 
 def test_a_models_name_is_text_in_a_configuration(monkeypatch, tmp_path):
@@ -127,25 +127,25 @@ def test_what_starts_an_agent_is_one_line_in_a_narrow_terminal(server):
 
 
 def test_bench_takes_an_address_as_other_commands_do(server, capsys, tmp_path):
-    asked = ["--concurrency", "1", "--requests", "1", "--repeats", "1", "--max-tokens", "4"]
-    code, out, told = run(capsys, "bench", *asked, "--url", server.root)
-    assert code == 0 and f"toy at {server.url}" in out, told
-    code, _, told = run(capsys, "bench", *asked, "--url", f"{server.root}/v9")
-    assert code == 2 and "404" in told and "developer." not in told
+    options = ["--concurrency", "1", "--requests", "1", "--repeats", "1", "--max-tokens", "4"]
+    code, out, err = run(capsys, "bench", *options, "--url", server.root)
+    assert code == 0 and f"toy at {server.url}" in out, err
+    code, _, err = run(capsys, "bench", *options, "--url", f"{server.root}/v9")
+    assert code == 2 and "404" in err and "developer." not in err
 
 
 def started_with(capsys, server, agent, *more):
-    asked = ("launch", agent, "--config-only", "--json", "--url", server.url, *more)
-    code, out, _ = run(capsys, *asked)
+    words = ("launch", agent, "--config-only", "--json", "--url", server.url, *more)
+    code, out, _ = run(capsys, *words)
     parsed = json.loads(out)
     return code, parsed["environment"], parsed["command"]
 
 
 def test_opencode_has_a_provider_of_its_own(server, capsys):
     code, environment, command = started_with(capsys, server, "opencode", "--api-key", "k")
-    told = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
-    assert (code, command, told["model"]) == (0, ["opencode"], "forerun/toy")
-    provider = told["provider"]["forerun"]
+    config = json.loads(environment["OPENCODE_CONFIG_CONTENT"])
+    assert (code, command, config["model"]) == (0, ["opencode"], "forerun/toy")
+    provider = config["provider"]["forerun"]
     assert provider["npm"] == "@ai-sdk/openai-compatible" and list(provider["models"]) == ["toy"]
     assert provider["models"]["toy"]["limit"] == {"context": 4096, "output": 1024}
     headers = {"x-forerun-fit-max-tokens": "true"}
@@ -180,14 +180,14 @@ def test_what_an_answer_may_have(context):
     "agent", ["claude", "cline", "continue", "open-webui", "opencode", "qwen", "aider"]
 )
 def test_agents_are_told_the_server(server, capsys, agent):
-    code, out, told = run(
+    code, out, err = run(
         capsys, "launch", agent, "--config-only", "--json", "--url", server.url, "--api-key", "k"
     )
-    assert code == 0 and server.url.removesuffix("/v1") in told + out
+    assert code == 0 and server.url.removesuffix("/v1") in err + out
     assert "command" in json.loads(out)
-    assert agent in ("open-webui",) or "toy" in told + out
-    code, _, told = run(capsys, "launch", agent, "--url", server.url, "--model", "other")
-    assert code == 2 and "has no model 'other'" in told
+    assert agent in ("open-webui",) or "toy" in err + out
+    code, _, err = run(capsys, "launch", agent, "--url", server.url, "--model", "other")
+    assert code == 2 and "has no model 'other'" in err
 
 
 @pytest.mark.parametrize("inside", [False, True])
@@ -198,8 +198,8 @@ def test_a_folder_for_results_that_is_a_file_is_refused_first(inside, tmp_path, 
     file.write_text("kept")
     out = file / "deep" / "er" if inside else file
     assert main([*line, "--out", str(out)]) == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert f"--out {out} is to be a folder, but {file} is none." in told
+    printed = " ".join(capsys.readouterr().err.split())
+    assert f"--out {out} is to be a folder, but {file} is none." in printed
     assert file.read_text() == "kept"
 
 

@@ -118,9 +118,9 @@ def test_no_line_is_wider_than_the_terminal(here, line):
 
 
 def test_sentences_are_broken_between_words():
-    told = "".join(one + "\n" for one in in_terminal("run", "nosuchmodel", "hi", columns=40))
-    assert "there is no model" in told and told.count("\n") >= 4
-    assert " ".join(told.split()).endswith("or a hub id like organisation/name")
+    printed = "".join(one + "\n" for one in in_terminal("run", "nosuchmodel", "hi", columns=40))
+    assert "there is no model" in printed and printed.count("\n") >= 4
+    assert " ".join(printed.split()).endswith("or a hub id like organisation/name")
 
 
 def test_the_table_of_bench_cuts_nothing():

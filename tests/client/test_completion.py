@@ -37,15 +37,15 @@ def test_together_alone_and_streamed_agree():
     with toy_loaded() as loaded:
         prompts = [np.frombuffer(text, np.uint8).astype(np.int32) for text in (b"Hi", b"abc", b"z")]
 
-        def asked():
+        def requests():
             return [
                 make_request(p, max_tokens=30, temperature=0.7, seed=i, n=2)
                 for i, p in enumerate(prompts)
             ]
 
-        together = complete(loaded.engine, asked())
-        alone = complete(loaded.engine, asked(), at_once=1)
-        for one, two, request in zip(together, alone, asked(), strict=True):
+        together = complete(loaded.engine, requests())
+        alone = complete(loaded.engine, requests(), at_once=1)
+        for one, two, request in zip(together, alone, requests(), strict=True):
             streamed = [Completion(0), Completion(1)]
             for delta in stream(loaded.engine, request):
                 streamed[delta.index].add(delta)
@@ -79,13 +79,13 @@ class Recorder:
 
 
 def test_no_more_than_asked_are_in_flight_and_progress_is_told():
-    engine, told = Recorder(), []
+    engine, progress = Recorder(), []
     helper = threading.Thread(target=engine.answer, args=(7,), kwargs={"finish": Finish.STOP})
     helper.start()
-    complete(engine, [make_request(HI) for _ in range(7)], at_once=3, finished=told.append)
+    complete(engine, [make_request(HI) for _ in range(7)], at_once=3, finished=progress.append)
     helper.join()
     assert engine.most == 3
-    assert told == [1, 2, 3, 4, 5, 6, 7]
+    assert progress == [1, 2, 3, 4, 5, 6, 7]
     assert engine.aborted == []
 
 

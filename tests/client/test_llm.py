@@ -51,7 +51,7 @@ def test_the_package_loads_nothing_before_it_is_asked():
 
 
 def test_answers_are_those_of_llm():
-    async def asked():
+    async def run():
         async with AsyncLLM("toy", kv_tokens=4096) as llm:
             one, two = await asyncio.gather(
                 llm.chat(CHAT, max_tokens=20), llm.generate(["Hi", "abc"], max_tokens=9)
@@ -64,7 +64,7 @@ def test_answers_are_those_of_llm():
                 await llm.chat(CHAT, temprature=1)
             return one.text, [item.text for item in two], text, [item.text for item in several]
 
-    answers = asyncio.run(asked())
+    answers = asyncio.run(run())
     with LLM("toy", kv_tokens=4096) as llm:
         assert answers == (
             llm.chat(CHAT, max_tokens=20).text,
@@ -134,13 +134,14 @@ def test_numbers_are_taken_where_they_are_over_http(name):
                 continue
             assert client.post("/v1/completions", json=body).status_code == 400
         for value in (low + step, low + 2 * step):
-            asked = {"max_tokens": 2, "temperature": 0.5} | {name: value}
-            assert len(llm.choices("Hi", **asked)) == asked.get("n", 1)
-            assert client.post("/v1/completions", json={"prompt": "Hi", **asked}).status_code == 200
+            options = {"max_tokens": 2, "temperature": 0.5} | {name: value}
+            assert len(llm.choices("Hi", **options)) == options.get("n", 1)
+            body = {"prompt": "Hi", **options}
+            assert client.post("/v1/completions", json=body).status_code == 200
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "option",
     [
         {"max_tokens": "many"},
         {"temperature": None},
@@ -155,10 +156,10 @@ def test_numbers_are_taken_where_they_are_over_http(name):
         {"logit_bias": ((1,),)},
     ],
 )
-def test_options_of_another_type_are_refused_by_name(asked):
-    (name,) = asked
+def test_options_of_another_type_are_refused_by_name(option):
+    (name,) = option
     with LLM("toy") as llm, pytest.raises(RequestError, match=name) as refused:
-        llm.generate("Hi", **asked)
+        llm.generate("Hi", **option)
     assert refused.value.field == name
 
 
@@ -174,11 +175,11 @@ def test_options_that_spell_their_type_otherwise():
         "speculation": Speculation(trace=True),
     }
 
-    async def asked():
+    async def run():
         async with AsyncLLM("toy", kv_tokens="4096") as llm:
             return await llm.choices("Hi", **other)
 
     with LLM("toy", kv_tokens=4096) as llm:
         expected = [item.text for item in llm.choices("Hi", **plain)]
         assert [item.text for item in llm.choices("Hi", **other)] == expected
-    assert [item.text for item in asyncio.run(asked())] == expected
+    assert [item.text for item in asyncio.run(run())] == expected

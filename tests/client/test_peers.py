@@ -71,9 +71,9 @@ def asking(monkeypatch):
 
 def test_no_two_requests_begin_alike(asking):
     works = [asking.work(streams, streams, 8) for streams in (1, 16, 64, 1, 16, 64)]
-    asked = [body["messages"] for work in works for body in (*work.warm, *work.bodies)]
-    asked += [over_http.again(body["messages"]) for work in works for body in work.bodies]
-    beginnings = [messages[0]["content"][:5] for messages in asked]
+    conversations = [body["messages"] for work in works for body in (*work.warm, *work.bodies)]
+    conversations += [over_http.again(body["messages"]) for work in works for body in work.bodies]
+    beginnings = [messages[0]["content"][:5] for messages in conversations]
     assert len(set(beginnings)) == len(beginnings) == 3 * 2 * 81
     assert [len(work.bodies) for work in works] == [1, 16, 64] * 2
     assert works[0].tokens == len(Words().encode(works[0].bodies[0]["messages"]))
@@ -95,9 +95,9 @@ def test_every_server_is_told_streams_and_threads(monkeypatch, tmp_path, kind):
     job = servers.Job(tmp_path / "x.gguf", tmp_path, threads=3, streams=7, context=100)
     for server in (server for server in servers.SERVERS if server.kind == kind):
         line = servers.command(server, job, 1234)
-        told = line + list(servers.variables(server, job).values())
+        words = line + list(servers.variables(server, job).values())
         assert {"1234", *server.flags} <= set(line) and "7" in line
-        assert "3" in told or "0-2" in told
+        assert "3" in words or "0-2" in words
 
 
 def test_a_server_is_visited_for_what_it_can_and_started_as_often_as_said(asking, monkeypatch):

@@ -315,10 +315,10 @@ class Faulty:
     """A compiling process that fails for a while."""
 
     def __init__(self, worker, fault):
-        self._worker, self.fault, self.seconds, self.asked = worker, fault, 5.0, 0
+        self._worker, self.fault, self.seconds, self.requests = worker, fault, 5.0, 0
 
     def ask(self, request):
-        self.asked += 1
+        self.requests += 1
         return None if self.fault else self._worker.ask(request)
 
     def close(self):
@@ -343,8 +343,8 @@ def test_only_what_the_library_refuses_is_remembered(fault, error, said):
         with pytest.raises(error, match=said) as raised:
             made.compile(Grammar.regex("a", FIELD))
         assert isinstance(raised.value, BusyError) or raised.value.field == FIELD
-    assert made._lanes[0].worker.asked == 2
-    assert made._lanes[1].worker.asked == 2, "the slow lane tries"
+    assert made._lanes[0].worker.requests == 2
+    assert made._lanes[1].worker.requests == 2, "the slow lane tries"
     for lane in made._lanes:
         lane.worker.fault = None
     assert made.compile(Grammar.regex("a", FIELD))
@@ -352,32 +352,34 @@ def test_only_what_the_library_refuses_is_remembered(fault, error, said):
 
 
 def counting(made: Compiler) -> list[str]:
-    """The sources that the compiling processes are asked for from now on."""
-    asked: list[str] = []
+    """Return a list that gets the source of each request to a compiling process."""
+    sources: list[str] = []
     for lane in made._lanes:
-        ask = lane.worker.ask
-        lane.worker.ask = lambda request, ask=ask: (asked.append(request["source"]), ask(request))[
-            1
-        ]
-    return asked
+
+        def ask(request, ask=lane.worker.ask):
+            sources.append(request["source"])
+            return ask(request)
+
+        lane.worker.ask = ask
+    return sources
 
 
 def test_equal_grammars_compile_once():
     made = Compiler(BYTES)
-    asked = counting(made)
+    sources = counting(made)
     grammar = Grammar.regex("(a|b)c")
     threads = [threading.Thread(target=made.compile, args=(grammar,)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(asked) == 1
+    assert len(sources) == 1
     marker = made.compile(grammar.after(Start("</t>"))).start
     assert made.compile(grammar.after(Start("</t>"))).start is marker
     for _ in range(2):
         with pytest.raises(RequestError):
             made.compile(Grammar.regex("a{2,1}"))
-    assert len(asked) == 2, "a grammar known to be bad is not tried again"
+    assert len(sources) == 2, "a grammar known to be bad is not tried again"
     made.close()
 
 
@@ -451,8 +453,8 @@ def test_what_the_cache_takes_is_what_it_counts():
 def test_too_many_at_once_are_asked_to_come_back(monkeypatch):
     monkeypatch.setattr(compile_module, "MAX_WAITING", 1)
     made = Compiler(BYTES)
-    asked, gate = threading.Event(), threading.Event()
-    ask = lambda request: (asked.set(), gate.wait(60), {"error": "late"})[2]  # noqa: E731
+    entered, gate = threading.Event(), threading.Event()
+    ask = lambda request: (entered.set(), gate.wait(60), {"error": "late"})[2]  # noqa: E731
     made._lanes[0].worker.ask = ask
 
     def first():
@@ -461,7 +463,7 @@ def test_too_many_at_once_are_asked_to_come_back(monkeypatch):
 
     waiting = threading.Thread(target=first)
     waiting.start()
-    assert asked.wait(60)
+    assert entered.wait(60)
     with pytest.raises(BusyError, match="try again later"):
         made.compile(Grammar.regex("b"))
     gate.set()
@@ -495,8 +497,8 @@ def test_thirty_schemas_of_1900_properties_hold_nobody_up():
         while len(queue._places._waiting) < behind:
             threading.Event().wait(0.001)
 
-    asked = [(grammar, "greedy") for grammar in many]
-    threads = [threading.Thread(target=late, args=one) for one in [*asked, (other, "modest")]]
+    jobs = [(grammar, "greedy") for grammar in many]
+    threads = [threading.Thread(target=late, args=one) for one in [*jobs, (other, "modest")]]
     threads[0].start()
     assert begun.wait(60)
     queue._used["greedy"] = (60.0, 0.0)

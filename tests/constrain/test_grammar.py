@@ -185,7 +185,7 @@ def test_every_schema_inside_a_schema_is_found():
 
 
 @pytest.mark.parametrize(
-    ("pattern", "asked"),
+    ("pattern", "source"),
     [
         (r"\d{4}", "[0-9]{4}"),
         (r"[\d.]+\w", r"[0-9\.]+[0-9A-Za-z_]"),
@@ -194,8 +194,8 @@ def test_every_schema_inside_a_schema_is_found():
         (r"\\d", r"\\d"),
     ],
 )
-def test_digits_and_letters_are_those_of_ascii(pattern, asked):
-    assert Grammar.regex(pattern).source == asked
+def test_digits_and_letters_are_those_of_ascii(pattern, source):
+    assert Grammar.regex(pattern).source == source
 
 
 def test_choices_that_are_too_many_are_refused_unread(monkeypatch):

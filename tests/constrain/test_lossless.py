@@ -273,7 +273,7 @@ def test_under_an_open_schema_speculation_changes_no_token():
     config = EngineConfig(policy="fixed", speculative_num_draft_tokens=9, kv_tokens=8192)
     target = open_target(config)
     grammar, prompt = target.compile(Grammar.json_schema(SCHEMA)), target.tokenizer.encode(PROMPT)
-    told = []
+    reports = []
     for speculation in ("off", "auto"):
         engine = make_engine(target, replace(target.config, speculative_algorithm=speculation))
         engine.start()
@@ -282,10 +282,10 @@ def test_under_an_open_schema_speculation_changes_no_token():
             make_request(prompt, target.tokenizer.eos_ids, seed=seed, **options) for seed in SEEDS
         ]
         at_once = None if speculation == "off" else 1
-        told.append([done for (done,) in complete(engine, requests, at_once)])
+        reports.append([done for (done,) in complete(engine, requests, at_once)])
         engine.shutdown()
     target.close()
-    plain, guessed = told
+    plain, guessed = reports
     assert [done.tokens for done in guessed] == [done.tokens for done in plain]
     whole = [done.text for done in plain if done.finish == "stop"]
     assert len(whole) > len(plain) // 2 and all(map(json.loads, whole))

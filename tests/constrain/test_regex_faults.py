@@ -77,10 +77,10 @@ left to the engine: without a dialect's whole grammar it cannot be told.
 """
 
 
-@pytest.mark.parametrize(("pattern", "place", "told"), NO_REGEX)
-def test_no_regex_is_pointed_at(pattern, place, told):
+@pytest.mark.parametrize(("pattern", "place", "message"), NO_REGEX)
+def test_no_regex_is_pointed_at(pattern, place, message):
     fault = regex_fault(pattern)
-    assert fault is not None and fault[0] == place and told in fault[1]
+    assert fault is not None and fault[0] == place and message in fault[1]
 
 
 @pytest.mark.parametrize("pattern", SOME_DIALECT)
@@ -127,8 +127,8 @@ def test_python_and_rust_take_none_of_what_is_refused():
     assert [pattern for pattern in refused if python_takes(pattern)] == []
     vocabulary = llguidance.LLTokenizer(Bytes())
     # llguidance escapes the slash that it puts behind a pattern with a backslash at its end.
-    asked = [pattern for pattern in refused[:750] if not pattern.endswith("\\")]
-    assert [pattern for pattern in asked if rust_takes(pattern, vocabulary)] == []
+    sample = [pattern for pattern in refused[:750] if not pattern.endswith("\\")]
+    assert [pattern for pattern in sample if rust_takes(pattern, vocabulary)] == []
 
 
 def python_takes(pattern):
@@ -164,10 +164,10 @@ def steps(pattern, monkeypatch):
         def __init__(self, inner):
             self.inner = inner
 
-        def match(self, *asked):
+        def match(self, *arguments):
             nonlocal count
             count += 1
-            return self.inner.match(*asked)
+            return self.inner.match(*arguments)
 
     with monkeypatch.context() as patch:
         for name in ("_TOKEN", "_IN_SET"):

@@ -352,9 +352,9 @@ def test_a_grammar_of_185_bytes_takes_no_step_from_others(monkeypatch, seen):
         made.submit(one, lambda delta, id=one.id: heard[id].append(delta))
     steps = 0
     while not heard["free"] or heard["free"][-1].finish is None:
-        told = sum(len(delta.tokens) for delta in heard["free"])
+        emitted = sum(len(delta.tokens) for delta in heard["free"])
         assert made.step_once()
-        steps += sum(len(delta.tokens) for delta in heard["free"]) == told
+        steps += sum(len(delta.tokens) for delta in heard["free"]) == emitted
     assert [token for delta in heard["free"] for token in delta.tokens] == alone
     assert steps <= 2, "steps in which the other client got nothing: its prompt's"
     while not heard["hostile"] or heard["hostile"][-1].finish is None:
@@ -466,13 +466,13 @@ def test_answers_of_seconds_hold_up_nobody_for_longer_than_one(monkeypatch):
     monkeypatch.setattr(remote_matcher, "MAX_WORKING", 1)
     tokenizer = TOKENIZERS["bytes"]
     grammar = fresh(CASES["city"][0], expensive=True)
-    matchers, order, asked = RemoteMatchers(tokenizer), [], threading.Event()
+    matchers, order, entered = RemoteMatchers(tokenizer), [], threading.Event()
 
     class Process:
         """Answers once all have asked."""
 
         def ask(self, request):
-            assert asked.wait(60)
+            assert entered.wait(60)
             return {"mask": "", "complete": False, "error": ""}
 
         def kill(self):
@@ -495,7 +495,7 @@ def test_answers_of_seconds_hold_up_nobody_for_longer_than_one(monkeypatch):
             threading.Event().wait(0.001)
         while matchers.working._free:
             threading.Event().wait(0.001)
-    asked.set()
+    entered.set()
     for _ in remotes:
         assert heard.acquire(timeout=60)
     assert order == [0, 3, 2, 1]
@@ -504,13 +504,13 @@ def test_answers_of_seconds_hold_up_nobody_for_longer_than_one(monkeypatch):
 
 
 def test_nothing_is_asked_for_who_has_left_while_it_waited(monkeypatch):
-    tokenizer, asked = TOKENIZERS["bytes"], threading.Event()
+    tokenizer, entered = TOKENIZERS["bytes"], threading.Event()
     grammar = fresh(CASES["city"][0], expensive=True)
     matchers, ended = RemoteMatchers(tokenizer), threading.Event()
 
     class Process:
         def ask(self, request):
-            asked.set()
+            entered.set()
 
         def kill(self):
             pass
@@ -526,4 +526,4 @@ def test_nothing_is_asked_for_who_has_left_while_it_waited(monkeypatch):
         while not matchers.working._waiting:
             threading.Event().wait(0.001)
         remote.close()
-    assert ended.wait(60) and not asked.is_set()
+    assert ended.wait(60) and not entered.is_set()

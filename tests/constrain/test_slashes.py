@@ -160,9 +160,9 @@ def test_how_tokens_with_an_escaped_slash_are_taken():
     assert slashes.with_shown(none, lambda ids: False) == none
     longer = of_tokens(*TOKENS_WITHIN, b"\\")
     assert [*longer.readings(3)] == [([3], [2, 4]), ([2, 5, 8], [2, 5])]
-    asked = []
-    assert longer.with_shown(none, lambda ids: asked.append(ids) or True)[0] == 0b0000_1000
-    assert asked == [[2, 5, 8]]
+    calls = []
+    assert longer.with_shown(none, lambda ids: calls.append(ids) or True)[0] == 0b0000_1000
+    assert calls == [[2, 5, 8]]
     outside = of_tokens(*TOKENS_WITHIN, of_json=False)
     assert outside.with_shown(mask, lambda ids: True) == mask
     assert [*outside.readings(1)] == [([1], None)]

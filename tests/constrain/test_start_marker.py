@@ -180,7 +180,7 @@ def test_reader_and_constraint_agree_with_any_drafter_wherever_it_is_followed(gr
     grammar as a whole.
     """
 
-    def asked(seed, expensive=False):
+    def request(seed, expensive=False):
         made = compiled(grammar=grammar)
         known = replace(made.translated, expensive=expensive)
         return ask(
@@ -194,7 +194,7 @@ def test_reader_and_constraint_agree_with_any_drafter_wherever_it_is_followed(gr
         )
 
     def answers(name, seeds, **options):
-        ear = run(engine(name, "", tokenizer=SPANS), *(asked(s, **options) for s in seeds))
+        ear = run(engine(name, "", tokenizer=SPANS), *(request(s, **options) for s in seeds))
         return [heard(ear, str(seed)) for seed in seeds]
 
     seeds = range(16)

@@ -30,8 +30,8 @@ def options(sampling):
 
 @cache
 def answer(name, sampling, tokens, behind=None, **shape):
-    asked = ask("r", PROMPT, 60, grammar=grammar(tokens, behind=behind), **options(sampling))
-    return heard(run(engine(name, "bytes", **shape), asked))
+    request = ask("r", PROMPT, 60, grammar=grammar(tokens, behind=behind), **options(sampling))
+    return heard(run(engine(name, "bytes", **shape), request))
 
 
 @cache
@@ -75,11 +75,11 @@ def test_the_forced_end_costs_fewer_steps_than_it_has_tokens():
 
 
 def test_small_pages_and_company_change_no_token():
-    def asked(id, tokens):
+    def request_of(id, tokens):
         return ask(id, PROMPT, 60, grammar=grammar(tokens), **options("sampled"))
 
     one = engine("erratic", "bytes", pages=44, slots=3)
-    ear = run(one, *(asked(str(tokens), tokens) for tokens in (0, 5, 17)))
+    ear = run(one, *(request_of(str(tokens), tokens) for tokens in (0, 5, 17)))
     assert one.stats().preemptions > 0
     for tokens in (0, 5, 17):
         assert heard(ear, str(tokens)) == answer("none", "sampled", tokens)
@@ -89,11 +89,11 @@ def test_small_pages_and_company_change_no_token():
 def test_steps_that_begin_early_stop_at_the_budget(name):
     """A step begins before the one before it is read, but for texts whose thought must end."""
     one = engine(name, "bytes", overlap=True)
-    asked = [
+    requests = [
         ask(str(tokens), PROMPT, 60, grammar=grammar(tokens), **options("sampled"))
         for tokens in (0, 5, 17)
     ]
-    ear = run(one, *asked, ask("free", PROMPT, 200, **options("sampled")))
+    ear = run(one, *requests, ask("free", PROMPT, 200, **options("sampled")))
     for tokens in (0, 5, 17):
         assert heard(ear, str(tokens)) == answer("none", "sampled", tokens)
     assert one.stats().carried > 5
@@ -102,9 +102,9 @@ def test_steps_that_begin_early_stop_at_the_budget(name):
 def test_a_slow_machine_moves_no_budget_to_another_process(monkeypatch):
     """A grammar that takes long goes to a process of its own, which knows no free text."""
     monkeypatch.setattr("forerun.constrain.matcher.tree_mask.SLOW", 0.0)
-    asked = ask("r", PROMPT, 60, grammar=grammar(17), **options("sampled"))
+    request = ask("r", PROMPT, 60, grammar=grammar(17), **options("sampled"))
     for _ in range(3):
-        assert heard(run(engine("random", "bytes"), asked)) == answer("none", "sampled", 17)
+        assert heard(run(engine("random", "bytes"), request)) == answer("none", "sampled", 17)
 
 
 @pytest.mark.parametrize("used", [0, 2, 5, 9])

@@ -231,19 +231,19 @@ def test_only_constrained_rows_pay():
 class Counted:
     """An automaton that counts how often it and its forks are asked for a mask."""
 
-    def __init__(self, inner, asked=None):
-        self._inner, self._asked = inner, [] if asked is None else asked
+    def __init__(self, inner, calls=None):
+        self._inner, self._calls = inner, [] if calls is None else calls
 
     @property
     def masks(self):
-        return len(self._asked)
+        return len(self._calls)
 
     def mask(self):
-        self._asked.append(1)
+        self._calls.append(1)
         return self._inner.mask()
 
     def fork(self):
-        return Counted(self._inner.fork(), self._asked)
+        return Counted(self._inner.fork(), self._calls)
 
     def __getattr__(self, name):
         return getattr(self._inner, name)

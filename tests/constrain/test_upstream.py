@@ -56,14 +56,14 @@ def test_a_mask_is_remembered_over_a_rollback():
     assert spanning(matcher) == {b":1", b":2"}, "the fault is another one now"
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_asking_at_the_place_rolled_back_to_does_not_always_help(asked):
+@pytest.mark.parametrize("query_mask", [False, True])
+def test_asking_at_the_place_rolled_back_to_does_not_always_help(query_mask):
     """Where that place forces a token, its mask does not replace what is remembered."""
     assert spanning(behind(FORCED, b"(b")) == {b":2"}
     matcher = behind(FORCED, b"(a")
     assert spanning(matcher) == {b":1"}
     assert matcher.rollback(2)
-    if asked:
+    if query_mask:
         assert matcher.compute_bitmask()[ord("(") // 8] == 1 << ord("(") % 8
     assert matcher.consume_tokens(list(b"(b"))
     assert spanning(matcher) == {b":1"}, MENDED.format(version("llguidance"))

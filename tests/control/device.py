@@ -311,8 +311,8 @@ class HeadDevice(Device):
             return None
         shape = plan.rows, wanted.levels
         parents = np.tile(np.arange(-1, wanted.levels - 1, dtype=np.int32), (plan.rows, 1))
-        asked = {*wanted.slots.tolist()}
-        rows = np.array([slot in asked for slot in plan.slots.tolist()])
+        slots = {*wanted.slots.tolist()}
+        rows = np.array([slot in slots for slot in plan.slots.tolist()])
         tokens, value = np.ones(shape, np.int32), np.full(shape, np.log(0.8), np.float32)
         return NextDrafts(rows, 1, wanted.levels, tokens, parents, value)
 

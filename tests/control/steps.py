@@ -98,7 +98,7 @@ class Text:
     def __init__(self, costs, rows, honesty, match=0.6, seed=0, late=None, share=None, look=0.0):
         self.costs, self.rows, self.honesty, self.match = costs, rows, honesty, match
         self.least, self.most = (0.2, 0.95) if share is None else (share, share)
-        self.late, self.look, self.asked = late, look, True
+        self.late, self.look, self.drafting = late, look, True
         self.random = np.random.default_rng(seed)
         self.ms = self.tokens = 0.0
         self.looks = 0
@@ -129,13 +129,13 @@ class Text:
             self.tokens += 1 + accepted
         sizes = list(map(len, kept))
         ms = float(self.costs.verify(self.rows + sum(sizes)))
-        carried = self.late is not None and not any(allowed) and not self.asked
-        self.asked = any(allowed)
-        self.looks += self.asked
+        carried = self.late is not None and not any(allowed) and not self.drafting
+        self.drafting = any(allowed)
+        self.looks += self.drafting
         ms *= 1.0 if carried else self.late or 1.0
-        told = {"allowed": allowed, "carried": carried, "proposed": proposed}
-        told["draft_ms"] = look = self.look * self.asked
-        policy.observe(report_of(out, sizes, ms, reason=decision.reason, **told))
+        facts = {"allowed": allowed, "carried": carried, "proposed": proposed}
+        facts["draft_ms"] = look = self.look * self.drafting
+        policy.observe(report_of(out, sizes, ms, reason=decision.reason, **facts))
         self.ms += ms + look
         self.verified.append(sum(sizes))
 

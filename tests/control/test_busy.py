@@ -46,9 +46,9 @@ def started(busy):
     return StepCosts(tuple(COUNTS), estimated_ms(times))
 
 
-def tokens_per_step(told, busy, seed=0):
+def tokens_per_step(costs, busy, seed=0):
     """Of a text with chains of random shares, half of whose tokens come true."""
-    policy, random, tokens = AdaptivePolicy(told, 8, 8, FREE), np.random.default_rng(seed), 0
+    policy, random, tokens = AdaptivePolicy(costs, 8, 8, FREE), np.random.default_rng(seed), 0
     for step in range(STEPS):
         shares = random.uniform(0.2, 0.95, int(random.integers(0, 9)))
         right = int(np.argmax(np.append(random.random(len(shares)) >= shares, True)))
@@ -78,8 +78,8 @@ def test_one_slow_step_does_not_outlive_a_few(place, factor):
 def test_a_start_up_that_was_disturbed_does_not_outlive_a_few_steps(first, factor):
     """From some count on all were measured in a burst, as a machine's other work begins."""
     ms = [took * (factor if place >= first else 1.0) for place, took in enumerate(TRUTH.verify_ms)]
-    told = StepCosts(TRUTH.nodes, tuple(ms))
-    assert tokens_per_step(told, lambda step: 1.0) > 1.6
+    measured = StepCosts(TRUTH.nodes, tuple(ms))
+    assert tokens_per_step(measured, lambda step: 1.0) > 1.6
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ class Known:
     """A Lookahead that knows these probabilities; remembers how likely they had to be."""
 
     def __init__(self, *scores):
-        self.scores, self.asked = list(scores), []
+        self.scores, self.min_probs = list(scores), []
 
     def predicted(self, slots, min_prob):
-        self.asked.append(min_prob)
+        self.min_probs.append(min_prob)
         return [
             [score for score in row if score >= min_prob]
             for row in [*self.scores, *[[]] * len(slots)][: len(slots)]
@@ -59,15 +59,15 @@ def test_where_nodes_are_dear_only_what_is_certain_enters():
         policy = opened(costs, rows, known)
         reached(policy, rows, 1.0)
         policy.decide(*held(rows))
-        chances += known.asked
+        chances += known.min_probs
     assert chances == sorted(chances)
     assert chances[0] == MIN_PROB < chances[1] and chances[2] > 0.9
     known = Known()
     FixedPolicy(4, 4, known).decide(*held(64))
-    assert known.asked == [FIXED_MIN_PROB]
+    assert known.min_probs == [FIXED_MIN_PROB]
     steep, known = StepCosts(nodes=(1, 2), verify_ms=(1.0, 9.0)), Known()
     opened(steep, 4, known).decide(*held(4))
-    assert known.asked == [1.0], "a forced token has probability 1"
+    assert known.min_probs == [1.0], "a forced token has probability 1"
 
 
 def test_as_much_is_drafted_as_wins_more_time_than_it_costs():
@@ -113,7 +113,7 @@ def test_costs_that_were_corrected_price_what_a_grammar_knows_too():
             policy.account.costs.learn(1, nodes, 64, nodes)
     for _ in range(20):
         room = policy.decide(*held(1)).rows[0].nodes
-    assert room <= 1 and known.asked[-1] > 0.6
+    assert room <= 1 and known.min_probs[-1] > 0.6
 
 
 def test_while_speculation_is_disabled_only_what_is_certain_is_drafted():
@@ -122,7 +122,7 @@ def test_while_speculation_is_disabled_only_what_is_certain_is_drafted():
     policy = opened(COSTS, 2, known)
     policy.account.main.credit, policy.account.main.empty = -0.1, True
     budgets = policy.decide(*held(2)).rows
-    assert [budget.nodes for budget in budgets] == [2, 0] and known.asked == [1.0]
+    assert [budget.nodes for budget in budgets] == [2, 0] and known.min_probs == [1.0]
     assert bought(policy, [1.0, 1.0, 0.9], [0.9]) == [2, 0]
     policy.account.main.credit, policy.account.main.empty = 8.0, False
     policy.disable("speculation is off: it failed")
@@ -180,12 +180,12 @@ def test_what_is_forced_teaches_the_policy_nothing_about_its_drafter(free):
         return policy.drafts.calibration.share, rates
 
     before = learned()
-    nothing, told = chain([]), {"allowed": [2, 3]}
+    nothing, facts = chain([]), {"allowed": [2, 3]}
     forced = chain_of([1.0] * 3)
-    policy.observe(report_of([[1], [1, 2, 3, 4]], [0, 3], 5.2, proposed=[nothing, forced], **told))
+    policy.observe(report_of([[1], [1, 2, 3, 4]], [0, 3], 5.2, proposed=[nothing, forced], **facts))
     assert learned() == before
     both = [nothing, joined(chain([0.5, 0.5]), forced)]
-    policy.observe(report_of([[1], [0, 8]], [0, 3], 5.2, proposed=both, **told))
+    policy.observe(report_of([[1], [0, 8]], [0, 3], 5.2, proposed=both, **facts))
     assert policy.drafts.calibration.share < before[0], "the grammar was right, not the drafter"
 
 

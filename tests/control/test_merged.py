@@ -44,7 +44,7 @@ class Source:
         self.traits = DrafterTraits(name, 8, no_draft_model=free)
         self.truths, self.source, self.coverage, self.right = truths, source, coverage, right
         self.random = np.random.default_rng(int(source))
-        self.asked = 0
+        self.levels_drafted = 0
 
     def begin(self, slot_init):
         pass
@@ -54,7 +54,7 @@ class Source:
         for slot, depth in zip(plan.slots.tolist(), plan.max_depth.tolist(), strict=True):
             worth = (n for n in range(1, depth) if self.right**n < plan.pass_prob)
             depth = next(worth, depth)  # noqa: PLW2901 - a path ends where a pass does not pay.
-            self.asked += depth
+            self.levels_drafted += depth
             chances = self.random.random(1 + depth)
             if not depth or chances[0] >= self.coverage:
                 drafts.append(NO_DRAFT)
@@ -98,17 +98,17 @@ class World:
         """(speed over plain, share of rows' steps that asked the head, draft tokens a row) of the
         last three quarters.
         """
-        tokens = ms = asked = verified = 0.0
+        tokens = ms = levels = verified = 0.0
         for step in range(steps):
             for slot in range(self.rows):
                 if step == 0 or (step + 7 * slot) % length == 0:
                     self.drafter.begin(SlotInit(slot, TokenText([0]), 1, Sampling()))
             done = self.step()
             if step >= steps // 4:
-                tokens, ms, asked, verified = np.add((tokens, ms, asked, verified), done)
+                tokens, ms, levels, verified = np.add((tokens, ms, levels, verified), done)
         plain = self.rows / float(self.costs.verify(np.array(self.rows)))
         counted = self.rows * (steps - steps // 4)
-        return tokens / ms / plain, asked / counted, verified / counted
+        return tokens / ms / plain, levels / counted, verified / counted
 
     def step(self):
         for slot in range(self.rows):
@@ -124,7 +124,7 @@ class World:
         plan = replace(
             plan_of(self.rows, nodes), max_depth=depth, model_depth=modelled, pass_prob=least
         )
-        asked = self.head.asked if self.head else 0
+        before = self.head.levels_drafted if self.head else 0
         drafts, proposed = [NO_DRAFT] * self.rows, []
         if nodes.any():
             proposed = self.drafter.propose(plan)
@@ -137,12 +137,12 @@ class World:
             emitted[row, : len(each)] = each
         self.drafter.observe(plan, None, Outcome(counts, emitted, sizes, np.ones(self.rows, bool)))
         taken = float(self.costs.verify(np.array(self.rows + sizes.sum())))
-        levels = (self.head.asked if self.head else 0) - asked
+        levels = (self.head.levels_drafted if self.head else 0) - before
         drafting = (self.costs.follow_ms + self.costs.draft_ms * levels) * (levels > 0)
         slow = self.slowness()
-        told = {"draft_ms": slow * drafting, "allowed": nodes.tolist(), "proposed": proposed}
-        told |= {"reason": decision.reason, "used_draft_model": bool(modelled.any())}
-        self.policy.observe(report_of(said, sizes.tolist(), slow * taken, **told))
+        facts = {"draft_ms": slow * drafting, "allowed": nodes.tolist(), "proposed": proposed}
+        facts |= {"reason": decision.reason, "used_draft_model": bool(modelled.any())}
+        self.policy.observe(report_of(said, sizes.tolist(), slow * taken, **facts))
         return counts.sum(), taken + drafting, np.count_nonzero(modelled), sizes.sum()
 
     def accepted(self, slot, draft):
@@ -192,9 +192,9 @@ def ran(costs, rows, ngrams, head):
 def test_beside_a_head_that_does_not_pay_it_is_as_fast_as_the_ngrams_alone(costs, rows):
     head = (1.0, 0.05) if costs is DEVICE else POOR
     alone, _, drafted = ran(costs, rows, SOME, None)
-    merged, asked, verified = ran(costs, rows, SOME, head)
+    merged, levels, verified = ran(costs, rows, SOME, head)
     assert merged > 0.98 * alone
-    assert asked < 0.15 and verified == pytest.approx(drafted, abs=0.15)
+    assert levels < 0.15 and verified == pytest.approx(drafted, abs=0.15)
     assert alone > 1.3 or (costs is CORE and rows > 1), "n-grams pay, but beside many rows"
 
 
@@ -202,15 +202,15 @@ def test_beside_a_head_that_does_not_pay_it_is_as_fast_as_the_ngrams_alone(costs
 def test_a_head_that_pays_is_asked_with_the_ngrams(rows):
     alone, _, _ = ran(DEVICE, rows, SOME, None)
     head, _, _ = ran(DEVICE, rows, (0.0, 0.0), GOOD)
-    merged, asked, _ = ran(DEVICE, rows, SOME, GOOD)
-    assert asked > 0.9
+    merged, levels, _ = ran(DEVICE, rows, SOME, GOOD)
+    assert levels > 0.9
     assert merged > 1.3 * alone and merged > 0.98 * head
 
 
 @pytest.mark.parametrize(("costs", "rows"), rarely([(CORE, 1), (DEVICE, 16)], [(DEVICE, 4)], None))
 def test_a_head_that_pays_beside_ngrams_that_do_not(costs, rows):
-    merged, asked, _ = ran(costs, rows, NONE, GOOD)
-    assert asked > 0.7 and merged > 1.45
+    merged, levels, _ = ran(costs, rows, NONE, GOOD)
+    assert levels > 0.7 and merged > 1.45
 
 
 CALM = [(CORE, 1), (DEVICE, 16)]
@@ -221,8 +221,8 @@ CALM = [(CORE, 1), (DEVICE, 16)]
     rarely([(CORE, 1), (CORE, 16), (CORE, 64), (DEVICE, 16), (DEVICE, 64)], CALM, values),
 )
 def test_where_neither_pays_it_is_plain(costs, rows):
-    merged, asked, verified = ran(costs, rows, NONE, (1.0, 0.05))
-    assert verified < 0.1 and asked < 0.1 and merged > 0.975
+    merged, levels, verified = ran(costs, rows, NONE, (1.0, 0.05))
+    assert verified < 0.1 and levels < 0.1 and merged > 0.975
 
 
 class AllOfIt(FixedPolicy):
@@ -265,7 +265,7 @@ def test_a_head_that_loses_does_not_disable_the_ngrams():
     for _ in range(600):
         world.run(1)
         searched.append(world.policy.account.main.empty)
-    assert not any(searched) and world.head.asked > 5
+    assert not any(searched) and world.head.levels_drafted > 5
 
 
 def test_what_a_head_costs_where_it_rests_is_not_the_ngrams_loss():
@@ -293,11 +293,11 @@ def test_a_text_whose_ngrams_stop_paying_gets_the_head_and_back():
     world.run(400)
     lookup, head = world.drafter._drafters
     lookup.right, head.right = 0.0, 0.85
-    _, asked, _ = world.run(1200)
-    assert asked > 0.7
+    _, levels, _ = world.run(1200)
+    assert levels > 0.7
     lookup.right, head.right = 0.9, 0.05
-    _, asked, verified = world.run(1200)
-    assert asked < 0.2 and verified > 0.8
+    _, levels, verified = world.run(1200)
+    assert levels < 0.2 and verified > 0.8
 
 
 @pytest.mark.parametrize("seed", [12, *(pytest.param(n, marks=pytest.mark.slow) for n in range(9))])
@@ -328,7 +328,7 @@ def test_a_new_engine_soon_knows_that_ngrams_alone_are_faster(head):
         worlds = [World(CORE, 1, MANY, each) for each in (None, head)]
         for world in worlds:
             world.random = np.random.default_rng(seed)
-        (alone, _, _), (merged, asked, _) = (world.run(100) for world in worlds)
-        ran.append((merged / alone, asked))
-    speed, asked = np.mean(ran, axis=0)
-    assert speed > 0.95 and asked < 0.15
+        (alone, _, _), (merged, levels, _) = (world.run(100) for world in worlds)
+        ran.append((merged / alone, levels))
+    speed, levels = np.mean(ran, axis=0)
+    assert speed > 0.95 and levels < 0.15

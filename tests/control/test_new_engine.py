@@ -25,21 +25,21 @@ TOLD = {
 STEPS = 100
 
 
-def new(told, rows):
-    return AdaptivePolicy(told, 8, 8, FREE)
+def new(costs, rows):
+    return AdaptivePolicy(costs, 8, 8, FREE)
 
 
 @pytest.mark.parametrize(
-    ("told", "rows", "honesty"), some_of(every(TOLD, [4, 16], [0.2, 0.6, 1.0]), values)
+    ("costs", "rows", "honesty"), some_of(every(TOLD, [4, 16], [0.2, 0.6, 1.0]), values)
 )
-def test_a_new_engine_is_not_slower_than_plain(told, rows, honesty):
-    text = Text(CPU, rows, honesty).run(new(TOLD[told], rows), STEPS)
+def test_a_new_engine_is_not_slower_than_plain(costs, rows, honesty):
+    text = Text(CPU, rows, honesty).run(new(TOLD[costs], rows), STEPS)
     assert text.over_plain() >= 0.97
 
 
-@pytest.mark.parametrize("told", sorted(set(TOLD) - {"nodes as dear as tokens"}))
-def test_a_new_engine_gains_at_one_stream(told):
-    text = Text(CPU, 1, 1.0).run(new(TOLD[told], 1), STEPS)
+@pytest.mark.parametrize("costs", sorted(set(TOLD) - {"nodes as dear as tokens"}))
+def test_a_new_engine_gains_at_one_stream(costs):
+    text = Text(CPU, 1, 1.0).run(new(TOLD[costs], 1), STEPS)
     assert text.over_plain() >= 1.1
 
 

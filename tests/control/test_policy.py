@@ -20,11 +20,11 @@ def opened(costs: StepCosts, rows: int, nodes: int = 4, depth: int = 4) -> Adapt
     return AdaptivePolicy(costs, nodes, depth, MODEL)
 
 
-def asked(policy, rows, cached=64):
+def decide(policy, rows, cached=64):
     return policy.decide(slots_of(rows), np.full(rows, cached, np.int32)).rows
 
 
-def told(policy, budgets, accepted, counts=None, ms=None):
+def observe(policy, budgets, accepted, counts=None, ms=None):
     """The policy hears what became of its budgets: `counts` draft tokens that the device made by
     itself, `accepted` of them right; `ms`, or what the table says.
     """
@@ -56,7 +56,7 @@ class Simulation:
     def run(self, steps, chance, match=1.0):
         """`match`: how often the drafter finds anything."""
         for _ in range(steps):
-            budgets = asked(self.policy, self.rows)
+            budgets = decide(self.policy, self.rows)
             draft_tokens = [b.nodes if self.random.random() < match else 0 for b in budgets]
             right = []
             for budget, count in zip(budgets, draft_tokens, strict=True):
@@ -65,7 +65,7 @@ class Simulation:
                     accepted += 1
                 right.append(accepted)
             self.tokens += len(right) + sum(right)
-            told(self.policy, budgets, right, draft_tokens)
+            observe(self.policy, budgets, right, draft_tokens)
             self.nodes += draft_tokens
             self.ms += float(self.costs.verify(self.rows + sum(draft_tokens)))
             self.ms += self.costs.draft_ms * sum(draft_tokens)
@@ -132,20 +132,20 @@ def test_what_deep_levels_once_were_is_forgotten():
     """Only the first draft token was ever right; then whole paths are."""
     policy = opened(MIDDLE, 1)
     for _ in range(200):
-        budget = asked(policy, 1)[0]
-        told(policy, [budget], [min(1, budget.nodes)])
-    assert asked(policy, 1)[0].depth <= 2
+        budget = decide(policy, 1)[0]
+        observe(policy, [budget], [min(1, budget.nodes)])
+    assert decide(policy, 1)[0].depth <= 2
     for _ in range(100):
-        budget = asked(policy, 1)[0]
-        told(policy, [budget], [budget.depth])
-    assert asked(policy, 1)[0].depth == 4
+        budget = decide(policy, 1)[0]
+        observe(policy, [budget], [budget.depth])
+    assert decide(policy, 1)[0].depth == 4
 
 
 def test_reasons_are_sentences():
     policy = seen(opened(STEEP, 1))
     Simulation(STEEP, policy).run(50, chance=0.0)
-    assert asked(policy, 1)[0].reason == WRONG
-    (easy,) = asked(seen(opened(FLAT, 1)), 1)
+    assert decide(policy, 1)[0].reason == WRONG
+    (easy,) = decide(seen(opened(FLAT, 1)), 1)
     assert easy.reason == ON_LEVELS.format(4)
     facts = policy.describe()
     assert facts["reasons"][WRONG] > 10 and facts["right_by_level"][0] < 0.25
@@ -154,10 +154,10 @@ def test_reasons_are_sentences():
 def test_a_reason_says_what_was_measured():
     """A layer that was never asked was once called wrong too often."""
     linear = StepCosts((1, 64), (10.0, 640.0), drafts_in_step=True)
-    assert asked(seen(opened(linear, 2)), 2)[0].reason == TOO_SLOW
+    assert decide(seen(opened(linear, 2)), 2)[0].reason == TOO_SLOW
     policy = seen(opened(STEEP, 1))
     policy.account.model.credit = 0.0
-    assert asked(policy, 1)[0].reason == TOO_RISKY
+    assert decide(policy, 1)[0].reason == TOO_RISKY
 
 
 def test_costs_are_interpolated_and_continued():
@@ -170,7 +170,7 @@ def test_fixed_is_fixed_and_nothing_is_nothing():
     policy = FixedPolicy(8, 3)
     told_of = report_of([[1], [1]], [8, 0], 5.0)
     policy.observe(told_of)
-    budgets = asked(policy, 2)
+    budgets = decide(policy, 2)
     assert [(b.nodes, b.depth) for b in budgets] == [(8, 3)] * 2
     with pytest.raises(ValueError, match="max_depth"):
         AdaptivePolicy(FLAT, 2, 3, MODEL)

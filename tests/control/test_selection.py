@@ -82,26 +82,26 @@ def test_while_guesses_do_not_pay_they_are_seldom_looked_for():
     policy, (slots, kv_len) = opened(MIDDLE, 2), arrays(2)
     ms = float(MIDDLE.verify(2))
 
-    def asked(steps, tokens):
+    def drafted_steps(steps, tokens):
         count = 0
         for _ in range(steps):
             decision = policy.decide(slots, kv_len)
             drafting_allowed = decision.rows[0].nodes > 0
             drafting_ms = ms / 20 * drafting_allowed
-            out, asked_for = [[0] * (tokens // 2)] * 2, [drafting_allowed] * 2
-            told = {"draft_ms": drafting_ms, "allowed": asked_for, "reason": decision.reason}
-            policy.observe(report_of(out, [0, 0], ms, **told))
+            out, nodes_allowed = [[0] * (tokens // 2)] * 2, [drafting_allowed] * 2
+            facts = {"draft_ms": drafting_ms, "allowed": nodes_allowed, "reason": decision.reason}
+            policy.observe(report_of(out, [0, 0], ms, **facts))
             count += drafting_allowed
         return count
 
     often = 100 // np.ceil(3 * 0.05 / LOSS_SHARE)  # A third of the share goes into looking.
     first = FIRST_RETURNS * (FIRST_TOKENS - 1.0) / 0.05  # So many use the belief up.
-    assert asked(100, 2) <= often + first, "the first looks tell a new engine"
+    assert drafted_steps(100, 2) <= often + first, "the first looks tell a new engine"
     assert policy.account.main.of(2).speed < 1.0 and not policy.account.main.empty
-    assert asked(100, 2) == pytest.approx(often, abs=2)  # Perhaps with a probe.
+    assert drafted_steps(100, 2) == pytest.approx(often, abs=2)  # Perhaps with a probe.
     assert policy.describe()["reasons"][SELDOM] > 70
-    asked(20, 4)
-    assert asked(20, 4) == 20
+    drafted_steps(20, 4)
+    assert drafted_steps(20, 4) == 20
 
 
 def test_guesses_that_promise_less_than_any_costs_are_not_asked_for():

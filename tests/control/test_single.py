@@ -52,8 +52,8 @@ class Load:
             right = [self.right(count) if count else 0 for count in nodes]
             taken = float(COSTS.verify(np.array(rows + sum(nodes))))
             said = [[1] * (1 + count) for count in right]
-            told = {"carried": True, "reason": decision.reason}
-            self.policy.observe(report_of(said, nodes, taken, **told))
+            facts = {"carried": True, "reason": decision.reason}
+            self.policy.observe(report_of(said, nodes, taken, **facts))
             made.append(nodes)
             if step >= steps // 2:
                 tokens, ms = tokens + rows + sum(right), ms + taken

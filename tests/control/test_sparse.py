@@ -40,9 +40,9 @@ def test_start_up_believes_a_curve_that_bends_downwards():
     some_of(every([0.02, 0.1, 0.5], [1, 4, 16], [0.5, 0.7, 0.9]), values),
 )
 def test_never_slower_than_plain_on_a_sparse_model(expert_ms, rows, acceptance):
-    told = curve(sorted(NODES), expert_ms)
+    measured = curve(sorted(NODES), expert_ms)
     text = Text(curve(range(1, 257), expert_ms), rows, 1.0, share=acceptance)
-    assert text.run(AdaptivePolicy(told, 8, 8, FREE), 300).over_plain() >= 0.97
+    assert text.run(AdaptivePolicy(measured, 8, 8, FREE), 300).over_plain() >= 0.97
 
 
 def test_a_tree_is_cut_where_a_node_opens_more_than_it_brings():
@@ -92,11 +92,11 @@ class Prompts:
             self.right.append(int(np.argmax(np.append(wrong, True))))
 
 
-def decoded(told, prompts, seed):
+def decoded(costs, prompts, seed):
     """(tokens per step, milliseconds) of the text after BEFORE tokens, by a server that was told
     these costs; the rest of the noise is that of its steps.
     """
-    policy, random = AdaptivePolicy(told, 8, 8, FREE), np.random.default_rng(1000 + seed)
+    policy, random = AdaptivePolicy(costs, 8, 8, FREE), np.random.default_rng(1000 + seed)
     place, begun, steps, taken = 0, 0, 0, 0.0
     while place < AFTER:
         decision = policy.decide(*arrays(1))
@@ -125,5 +125,5 @@ def test_fresh_servers_draft_alike(seed):
     """Within 3 % of each other in tokens per step on the same prompts, and in speed."""
     prompts = Prompts(seed)
     drafted = [decoded(started(100 * seed + n), prompts, n) for n in range(SERVERS)]
-    for told in np.array(drafted).T:
-        assert told.max() <= 1.03 * told.min()
+    for counts in np.array(drafted).T:
+        assert counts.max() <= 1.03 * counts.min()

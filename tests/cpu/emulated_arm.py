@@ -133,8 +133,8 @@ def answer_from_the_wheel(python: Path, tree: Path) -> None:
         sys.exit("no wheel for aarch64 was built")
     zipfile.ZipFile(wheel).extractall(installed)
     command = launcher("installed-python", installed)
-    asked = ("run", "smollm2-135m", "Say hello", "--max-tokens", "6", "--executor", "cpu")
-    run(command, "-m", "forerun", *asked, cwd=installed)  # Not the checkout's package.
+    words = ("run", "smollm2-135m", "Say hello", "--max-tokens", "6", "--executor", "cpu")
+    run(command, "-m", "forerun", *words, cwd=installed)  # Not the checkout's package.
 
 
 def main() -> int:

@@ -39,16 +39,16 @@ def test_what_it_says_of_itself(executor, checkpoint):
 
 
 def test_it_tells_how_far_its_weights_are(tmp_path):
-    told = []
+    progress = []
     folder = tiny.save_folder(tiny.model("llama"), tmp_path)
     config = EngineConfig(model=str(folder), kv_tokens=512, policy="fixed", threads=1)
-    with closing(open_target(config, lambda *news: told.append(news))) as target:
+    with closing(open_target(config, lambda *news: progress.append(news))) as target:
         weights = target.executor.describe()["weight_bytes"]
-    assert {what for what, *_ in told} == {"loading weights"}
+    assert {what for what, *_ in progress} == {"loading weights"}
     layers = FolderCheckpoint(folder).architecture.layers
-    done = [so_far for _, so_far, _ in told]
+    done = [so_far for _, so_far, _ in progress]
     assert len(done) > 4 * layers and done == sorted(set(done))
-    assert {total for *_, total in told} == {done[-1]} and 0.9 * weights < done[-1] <= weights
+    assert {total for *_, total in progress} == {done[-1]} and 0.9 * weights < done[-1] <= weights
 
 
 def test_no_logits_are_held_when_start_up_is_over(tmp_path):

@@ -79,8 +79,8 @@ class Buyer(NgramDrafter):
 
     def propose(self, plan):
         trees = super().propose(plan)
-        asked = ((plan.max_nodes > 0) & (plan.max_depth > 0)).tolist()
-        for slot, draft, some in zip(plan.slots.tolist(), trees, asked, strict=True):
+        wanted = ((plan.max_nodes > 0) & (plan.max_depth > 0)).tolist()
+        for slot, draft, some in zip(plan.slots.tolist(), trees, wanted, strict=True):
             if some:
                 self.calibration.learn(*self.waiting[slot])
                 self.waiting[slot] = (NO_DRAFT if plan.node_costs is None else draft), []
@@ -142,8 +142,8 @@ class Twins:
         if prices is not None:
             counts = list(map(len, fast))
             assert (max if prices.padded else sum)(counts) <= len(prices.tokens)
-        told = self.both[1].describe()["trust_in_scores"]
-        assert told == pytest.approx(self.both[0].calibration.share, abs=6e-4)
+        trust = self.both[1].describe()["trust_in_scores"]
+        assert trust == pytest.approx(self.both[0].calibration.share, abs=6e-4)
         trees, outcome = batch(list(plan.known), fast), outcome_of(emitted)
         for slot, tokens in zip(slots, emitted, strict=True):
             self.open[slot].append(tokens)

@@ -60,8 +60,8 @@ def test_functions_in_a_namespace(codex):
     answer = codex.responses.create(input="Where?", **sent)
     (call,) = answer.output
     assert (call.name, call.namespace) == ("travel", "journeys")
-    told = {"type": "function_call_output", "call_id": call.call_id, "output": "Done"}
-    turn = [{"role": "user", "content": "Where?"}, call.to_dict(), told]
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "Done"}
+    turn = [{"role": "user", "content": "Where?"}, call.to_dict(), output]
     assert codex.responses.create(input=turn, **sent).output
 
 
@@ -93,11 +93,11 @@ def test_codexs_fields_and_a_loop_of_answers(codex):
 @with_two()
 @pytest.mark.parametrize("most", (1, 3, 12, 30))
 def test_a_forced_call_that_is_cut_says_so(server, claude, most):
-    asked = {"model": "toy", "max_tokens": most, "messages": ASKED, "tools": [TOOL],
+    request = {"model": "toy", "max_tokens": most, "messages": ASKED, "tools": [TOOL],
              "tool_choice": {"type": "any"}, "extra_body": {"temperature": 0}}  # fmt: skip
-    whole = claude.messages.create(**asked)
+    whole = claude.messages.create(**request)
     assert whole.stop_reason == "max_tokens" and whole.content == []
-    with claude.messages.stream(**asked) as stream:
+    with claude.messages.stream(**request) as stream:
         assert "<tool" not in "".join(stream.text_stream)
         assert stream.get_final_message().stop_reason == "max_tokens"
     tool = {"type": "function", "function": {"name": "travel", "parameters": PLACE}}
@@ -133,9 +133,9 @@ def test_a_custom_tool_takes_a_text(codex, format):
     pieces = [one.delta for one in events if one.type == f"{kind}.delta"]
     (done,) = [one for one in events if one.type == f"{kind}.done"]
     assert "".join(pieces) == done.input == call.input
-    told = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "Done"}
-    again = codex.responses.create(input=[told], previous_response_id=answer.id, **sent)
-    turn = [{"role": "user", "content": "Edit."}, call.to_dict(), told]
+    output = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "Done"}
+    again = codex.responses.create(input=[output], previous_response_id=answer.id, **sent)
+    turn = [{"role": "user", "content": "Edit."}, call.to_dict(), output]
     assert codex.responses.create(input=turn, **sent).output[0].input == again.output[0].input
 
 
@@ -146,11 +146,11 @@ def test_a_shell_of_the_clients_is_a_call_with_a_command(codex):
     (call,) = answer.output
     assert call.type == "local_shell_call" and call.action.type == "exec"
     assert answer.status == "incomplete" or call.action.command
-    told = {"type": "local_shell_call_output", "id": call.id, "output": "a.txt"}
-    turn = [{"role": "user", "content": "List."}, call.to_dict(), told]
+    output = {"type": "local_shell_call_output", "id": call.id, "output": "a.txt"}
+    turn = [{"role": "user", "content": "List."}, call.to_dict(), output]
     assert codex.responses.create(input=turn, **sent).output
-    told = {"type": "function_call_output", "call_id": call.call_id, "output": "a.txt"}
-    assert codex.responses.create(input=[told], previous_response_id=answer.id, **sent).output
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "a.txt"}
+    assert codex.responses.create(input=[output], previous_response_id=answer.id, **sent).output
     chosen = codex.responses.create(
         input="List.", **sent | {"tool_choice": {"type": "local_shell"}}
     )
@@ -197,12 +197,12 @@ def test_a_thread_is_refused_so_that_clients_go_on_without_one(server):
 def test_documents_of_plain_text_are_text(server):
     source = {"type": "text", "media_type": "text/plain", "data": "It rains."}
     document = {"type": "document", "source": source, "title": "Weather", "context": "Of today."}
-    asked = {"type": "text", "text": "Which city?"}
+    question = {"type": "text", "text": "Which city?"}
     written = {"type": "text", "text": "Weather\n\nOf today.\n\nIt rains."}
     result = {"type": "tool_result", "tool_use_id": "a"}
     use = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     for wrap in (
-        lambda block: [{"role": "user", "content": [block, asked]}],
+        lambda block: [{"role": "user", "content": [block, question]}],
         lambda block: [
             *ASKED,
             {"role": "assistant", "content": [use]},

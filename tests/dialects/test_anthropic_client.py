@@ -74,8 +74,8 @@ def test_system_and_stop_sequences(server, client):
 
 def test_the_answer_goes_on_with_what_was_begun(server, client):
     begun = {"role": "assistant", "content": "The city"}
-    asked = {"continue_final_message": True, "add_generation_prompt": False}
-    text = text_of(server, [*ASKED, begun], **GREEDY, **asked)
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    text = text_of(server, [*ASKED, begun], **GREEDY, **fields)
     assert ask(client, messages=[*ASKED, begun]).content[0].text == text
 
 
@@ -124,18 +124,18 @@ def test_thinking_is_a_block_of_its_own(thinking):
         options = {"model": "toy", "messages": question, "max_tokens": 40, "extra_body": GREEDY}
         enabled = {"type": "enabled", "budget_tokens": 1024}
         answer = client.messages.with_raw_response.create(thinking=enabled, **options)
-        told, text = answer.parse().content
+        thought, text = answer.parse().content
         assert answer.headers["x-forerun-ignored"] == "thinking.budget_tokens, thinking"
-        assert (told.type, told.thinking) == ("thinking", message["reasoning_content"])
+        assert (thought.type, thought.thinking) == ("thinking", message["reasoning_content"])
         assert (text.type, text.text) == ("text", message["content"])
         with client.messages.stream(**options) as stream:
             one, other = stream.get_final_message().content
-            assert (one.thinking, other.text) == (told.thinking, text.text)
+            assert (one.thinking, other.text) == (thought.thinking, text.text)
         hidden = {"type": "adaptive", "display": "omitted"}
         empty, same = client.messages.create(thinking=hidden, **options).content
         assert (empty.thinking, same) == ("", text)
         # It comes back as it was said, and the thought of it reaches the template.
-        turns = [*question, {"role": "assistant", "content": [told, text]}, *ASKED]
+        turns = [*question, {"role": "assistant", "content": [thought, text]}, *ASKED]
         assert client.messages.create(**{**options, "messages": turns}).content
 
 
@@ -150,9 +150,9 @@ def test_structured_output(client, spelled):
 
 @with_two()
 def test_tokens_are_counted_as_they_will_be(client):
-    asked = {"model": "toy", "messages": ASKED, "system": "Be brief.", "tools": [TOOL]}
-    counted = client.messages.count_tokens(**asked)
-    usage = client.messages.create(max_tokens=1, **asked).usage
+    body = {"model": "toy", "messages": ASKED, "system": "Be brief.", "tools": [TOOL]}
+    counted = client.messages.count_tokens(**body)
+    usage = client.messages.create(max_tokens=1, **body).usage
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 

@@ -39,8 +39,8 @@ def test_openai(server):
 
 
 def test_openai_as_it_is_sent(server):
-    asked = {"input": "Hi", "model": "toy", "encoding_format": "base64", "user": "me"}
-    one = server.post("/v1/embeddings", asked).json()
+    body = {"input": "Hi", "model": "toy", "encoding_format": "base64", "user": "me"}
+    one = server.post("/v1/embeddings", body).json()
     assert (one["object"], one["model"], one["data"][0]["object"]) == ("list", "toy", "embedding")
     packed = np.frombuffer(base64.b64decode(one["data"][0]["embedding"]), "<f4")
     np.testing.assert_allclose(packed, expected("Hi"), rtol=1e-6)
@@ -78,8 +78,8 @@ def test_ollama_cuts_to_the_context_and_others_refuse(server):
     ):
         answer = server.post(path, body)
         assert answer.status_code == 400 and "input[1] has" in answer.text, path
-    asked = {"input": long, "truncate_prompt_tokens": 7}
-    reply = server.post("/v1/embeddings", asked).json()["data"][0]["embedding"]
+    fields = {"input": long, "truncate_prompt_tokens": 7}
+    reply = server.post("/v1/embeddings", fields).json()["data"][0]["embedding"]
     np.testing.assert_allclose(reply, expected(long[-7:]), rtol=1e-6)
 
 

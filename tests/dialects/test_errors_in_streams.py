@@ -138,10 +138,10 @@ def events(answer):
 @with_two()
 @pytest.mark.parametrize("kept", [False, True])
 def test_in_openais_words(server, kept):
-    asked = {**FORCED, "stop": [INSIDE], "include_stop_str_in_output": kept}
-    whole, _ = chat(server, **asked)
+    body = {**FORCED, "stop": [INSIDE], "include_stop_str_in_output": kept}
+    whole, _ = chat(server, **body)
     assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", INSIDE)
-    answer = server.post("/v1/chat/completions", {**asked, "messages": ASKED, "stream": True})
+    answer = server.post("/v1/chat/completions", {**body, "messages": ASKED, "stream": True})
     assert events(answer)[-1]["choices"][0]["finish_reason"] == "stop"
 
 
@@ -154,12 +154,12 @@ def test_a_call_that_is_whole_counts(server):
 @with_two()
 def test_in_anthropics_words(server):
     tool = {"name": "travel", "input_schema": PLACE}
-    asked = {"messages": ASKED, "max_tokens": 300, "tools": [tool], "tool_choice": {"type": "any"}}
-    asked |= {**SAMPLED, "stop_sequences": [INSIDE]}
-    whole = server.post("/v1/messages", asked).json()
+    body = {"messages": ASKED, "max_tokens": 300, "tools": [tool], "tool_choice": {"type": "any"}}
+    body |= {**SAMPLED, "stop_sequences": [INSIDE]}
+    whole = server.post("/v1/messages", body).json()
     assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", INSIDE)
     assert whole["content"] == []
-    ended = events(server.post("/v1/messages", {**asked, "stream": True}))[-2]
+    ended = events(server.post("/v1/messages", {**body, "stream": True}))[-2]
     assert ended["delta"]["stop_reason"] == "stop_sequence"
 
 

@@ -107,19 +107,19 @@ def test_prompts_in_every_form(server):
 def test_a_random_seed_is_told(server, seed):
     first, second = (ask(server, seed=seed, temperature=1.0) for _ in range(2))
     assert first["content"] != second["content"]
-    told = first["generation_settings"]["seed"]
-    assert 0 <= told < 2**53, "a JavaScript client can send it again"
-    again = ask(server, seed=told, temperature=1.0)
+    drawn = first["generation_settings"]["seed"]
+    assert 0 <= drawn < 2**53, "a JavaScript client can send it again"
+    again = ask(server, seed=drawn, temperature=1.0)
     assert again["content"] == first["content"]
 
 
 @with_two()
 def test_probabilities(server):
     answer = ask(server, n_probs=3, n_predict=5, return_tokens=True)
-    told = answer["completion_probabilities"]
-    assert [entry["id"] for entry in told] == answer["tokens"]
-    assert all(len(entry["top_logprobs"]) == 3 and entry["logprob"] <= 0 for entry in told)
-    assert all(bytes(entry["bytes"]).decode() == entry["token"] for entry in told)
+    reported = answer["completion_probabilities"]
+    assert [entry["id"] for entry in reported] == answer["tokens"]
+    assert all(len(entry["top_logprobs"]) == 3 and entry["logprob"] <= 0 for entry in reported)
+    assert all(bytes(entry["bytes"]).decode() == entry["token"] for entry in reported)
     assert "completion_probabilities" not in ask(server, n_probs=0)
     *parts, end = pieces(server, n_probs=3, n_predict=5)
     entries = [e for one in parts for e in one.get("completion_probabilities", ())]
@@ -190,8 +190,8 @@ def test_what_cannot_be_honoured_is_named(server, body, word):
 
 
 def test_routes_that_are_not_served_say_so(server):
-    asked = {"input_prefix": "def f(", "input_suffix": "): pass"}
-    answer = server.post("/infill", asked)
+    body = {"input_prefix": "def f(", "input_suffix": "): pass"}
+    answer = server.post("/infill", body)
     assert answer.status_code == 400 and "<|fim_prefix|>" in answer.json()["error"]["message"]
     for path in ("/slots/0?action=save", "/lora-adapters", "/props"):
         answer = server.post(path, {})
@@ -236,8 +236,8 @@ def test_other_files_come_first_as_far_as_there_is_room():
     names = ["<end>", "<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<repo_name>", "<file_sep>"]
     extra = [{"filename": "one.py", "text": "1" * 50}, {"filename": "two.py", "text": "2" * 50}]
     coder, body = marked(names), "<fim_prefix>a(<fim_suffix>)z<fim_middle>"
-    told = infilled(coder, input_extra=extra)
-    assert told == (
+    prompt = infilled(coder, input_extra=extra)
+    assert prompt == (
         f"<repo_name>myproject\n<file_sep>one.py\n{'1' * 50}<file_sep>two.py\n{'2' * 50}"
         f"<file_sep>filename\n{body}"
     )

@@ -69,9 +69,9 @@ def test_stream_is_the_answer_in_lines(server, client):
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_no_number_of_tokens_is_no_limit(server, path):
     """Ollama's runner counts against a limit above 0 alone."""
-    asked = {"messages": ASKED} if path == "/api/chat" else {"prompt": "a", "raw": True}
+    body = {"messages": ASKED} if path == "/api/chat" else {"prompt": "a", "raw": True}
     answers = [
-        server.post(path, {**asked, "stream": False, "options": {**GREEDY, **options}}).json()
+        server.post(path, {**body, "stream": False, "options": {**GREEDY, **options}}).json()
         for options in ({"num_predict": 0}, {"num_predict": -1}, {})
     ]
     counts = [(one["done_reason"], one["eval_count"]) for one in answers]
@@ -85,9 +85,9 @@ def test_options_reach_the_sampler(server, client):
     assert cut.done_reason == "stop"
     penal = {"frequency_penalty": 2.0, "presence_penalty": 1.0, "repetition_penalty": 1.5}
     theirs = text_of(server, **GREEDY, **penal)
-    told = {**penal, "repeat_penalty": penal["repetition_penalty"], "num_ctx": 2048}
-    del told["repetition_penalty"]
-    assert ask(client, options=told).message.content == theirs != text
+    ollamas = {**penal, "repeat_penalty": penal["repetition_penalty"], "num_ctx": 2048}
+    del ollamas["repetition_penalty"]
+    assert ask(client, options=ollamas).message.content == theirs != text
     system = [{"role": "system", "content": "Be brief."}, *ASKED]
     once = client.generate("toy", ASKED[0]["content"], system="Be brief.",
                            options={**GREEDY, "num_predict": 40})  # fmt: skip
@@ -240,8 +240,8 @@ def test_templates_see_tools_in_one_form(server):
     bare = {"type": "function", "function": {"name": "now"}}
     answer = server.post("/v1/chat/completions", {**body, "tools": [theirs, bare]}).json()
     ours = {"messages": ASKED, "stream": False, "tools": [TOOL, bare]}
-    told = server.post("/api/chat", {**ours, "options": {"num_predict": 1}}).json()
-    assert answer["usage"]["prompt_tokens"] == told["prompt_eval_count"]
+    reply = server.post("/api/chat", {**ours, "options": {"num_predict": 1}}).json()
+    assert answer["usage"]["prompt_tokens"] == reply["prompt_eval_count"]
 
 
 BAD = [
@@ -343,6 +343,6 @@ def test_the_served_model_is_pulled_at_once(server, client, name):
 def test_details_of_a_model(model, number, weights, size):
     info = {"family": "llama", "parameters": weights, "executor": {"dtype": number}}
     loaded = SimpleNamespace(config=SimpleNamespace(model=model), info=info, name="name")
-    told = _details(SimpleNamespace(loaded=loaded))
-    assert (told["format"], told["parameter_size"], told["quantization_level"]) == size
-    assert told["family"] == "llama"
+    details = _details(SimpleNamespace(loaded=loaded))
+    assert (details["format"], details["parameter_size"], details["quantization_level"]) == size
+    assert details["family"] == "llama"

@@ -40,10 +40,10 @@ def test_properties_and_templates(server):
     assert "im_start" in props["chat_template"] and props["model_alias"] == "toy"
     prompt = server.post("/apply-template", {"messages": ASKED, "tools": [TOOL]}).json()["prompt"]
     body = {"messages": ASKED, "tools": [TOOL], "tool_choice": "auto"}
-    told = server.post("/v1/chat/completions/input_tokens", body).json()
-    assert told["input_tokens"] == len(TOKENIZER.encode(prompt, specials=True))
+    reply = server.post("/v1/chat/completions/input_tokens", body).json()
+    assert reply["input_tokens"] == len(TOKENIZER.encode(prompt, specials=True))
     _, usage = chat(server, **{k: v for k, v in body.items() if k != "messages"})
-    assert told["input_tokens"] == usage["prompt_tokens"]
+    assert reply["input_tokens"] == usage["prompt_tokens"]
 
 
 @with_two()
@@ -95,9 +95,9 @@ def test_a_path_without_v1_is_named(server):
 @with_two()
 def test_tokens_of_a_response_that_nobody_asks_for(server):
     counted = server.post("/v1/responses/input_tokens", {"input": "Which city?"}).json()
-    asked = server.post("/v1/responses", {"input": "Which city?", "max_output_tokens": 5}).json()
-    assert counted["input_tokens"] == asked["usage"]["input_tokens"]
-    more = {"input": "And?", "previous_response_id": asked["id"]}
+    reply = server.post("/v1/responses", {"input": "Which city?", "max_output_tokens": 5}).json()
+    assert counted["input_tokens"] == reply["usage"]["input_tokens"]
+    more = {"input": "And?", "previous_response_id": reply["id"]}
     later = server.post("/v1/responses/input_tokens", more).json()
     assert later["input_tokens"] > counted["input_tokens"]
 

@@ -28,9 +28,9 @@ def client(server):
 
 
 def options(sampling=GREEDY, **more):
-    told = {name: value for name, value in sampling.items() if name != "temperature"}
+    extra = {name: value for name, value in sampling.items() if name != "temperature"}
     base = {"model": "toy", "input": QUESTION, "max_output_tokens": 40}
-    given = {"temperature": sampling.get("temperature"), "extra_body": told}
+    given = {"temperature": sampling.get("temperature"), "extra_body": extra}
     return {**base, **given, **more}
 
 
@@ -276,9 +276,9 @@ def test_the_store_forgets_the_oldest():
 def test_a_stored_item_stands_for_itself(server):
     first = server.post("/v1/responses", {"input": "Hi", "max_output_tokens": 8}).json()
     path = f"/v1/responses/{first['id']}/input_items"
-    asked = server.http.get(path, params={"order": "asc"}).json()["data"]
+    items = server.http.get(path, params={"order": "asc"}).json()["data"]
     again = {"role": "user", "content": "And then?"}
-    refers = [{"type": "item_reference", "id": one["id"]} for one in (*asked, *first["output"])]
+    refers = [{"type": "item_reference", "id": one["id"]} for one in (*items, *first["output"])]
     options = {"max_output_tokens": 8, "temperature": 0, "store": False}
     whole = [{"role": "user", "content": "Hi"}, *first["output"], again]
     bodies = ({"input": [*refers, again]}, {"input": whole},

@@ -13,8 +13,8 @@ GENERATE = "/generate"
 
 
 def params(sampling=GREEDY, **more):
-    told = {"temperature": sampling["temperature"], "sampling_seed": sampling["seed"]}
-    return {"max_new_tokens": 40, **told, **more}
+    sampled = {"temperature": sampling["temperature"], "sampling_seed": sampling["seed"]}
+    return {"max_new_tokens": 40, **sampled, **more}
 
 
 def ask(server, sampling=GREEDY, text="Hi", **more):
@@ -109,9 +109,9 @@ def test_logprobs_are_those_of_the_other_route(server):
     theirs = server.complete(max_tokens=3, logprobs=2, echo=True).json()["choices"][0]["logprobs"]
     more = {"return_logprob": True, "top_logprobs_num": 2, "return_text_in_logprobs": True}
     meta = ask(server, options={"max_new_tokens": 3}, logprob_start_len=0, **more)["meta_info"]
-    told = meta["input_token_logprobs"] + meta["output_token_logprobs"]
-    assert [logprob for logprob, _, _ in told] == theirs["token_logprobs"]
-    assert [text for _, _, text in told] == theirs["tokens"]
+    logprobs = meta["input_token_logprobs"] + meta["output_token_logprobs"]
+    assert [logprob for logprob, _, _ in logprobs] == theirs["token_logprobs"]
+    assert [text for _, _, text in logprobs] == theirs["tokens"]
     tops = meta["input_top_logprobs"] + meta["output_top_logprobs"]
     assert tops[0] is None and [len(top) for top in tops[1:]] == [2] * 4
     assert [top[0][0] for top in tops[1:]] == [max(t.values()) for t in theirs["top_logprobs"][1:]]
@@ -156,8 +156,8 @@ def test_each_text_has_its_own_parameters(server):
 
 def test_log_probabilities_of_chosen_tokens(server):
     ids = [70, 71, 257]
-    asked = {"return_logprob": True, "token_ids_logprob": ids, "logprob_start_len": 0}
-    meta = ask(server, options={"max_new_tokens": 2}, **asked)["meta_info"]
+    fields = {"return_logprob": True, "token_ids_logprob": ids, "logprob_start_len": 0}
+    meta = ask(server, options={"max_new_tokens": 2}, **fields)["meta_info"]
     assert [[id for _, id, _ in place] for place in meta["output_token_ids_logprobs"]] == [ids] * 2
     assert meta["input_token_ids_logprobs"][0] is None
     tops = ask(server, options={"max_new_tokens": 2}, return_logprob=True, top_logprobs_num=20)

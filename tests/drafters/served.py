@@ -33,7 +33,7 @@ PROMPTS += [PROMPTS[2], np.append(PROMPTS[2][:42], np.int32(7))]  # Whose pages 
 PROMPTS += [PROMPTS[2][:1], PROMPTS[2][1:3]]  # Shorter than prediction layers are many.
 
 
-def asked(prompts, tokens, temperature=0.0, seed=None):
+def requests_for(prompts, tokens, temperature=0.0, seed=None):
     """Requests of so many tokens each; a prompt's seed is its length, or the one given."""
     return [
         make_request(
@@ -105,7 +105,7 @@ class Cell:
         """Answers without drafts: the same for all that draft for one target."""
         key = (*self.alike(), len(self.prompts), self.tokens, temperature)
         if key not in PLAIN:
-            requests = asked(self.prompts, self.tokens, temperature)
+            requests = requests_for(self.prompts, self.tokens, temperature)
             done, _ = completed(self.engine(None), requests)
             PLAIN[key] = [item.tokens for item in done]
         return PLAIN[key]
@@ -122,7 +122,7 @@ class Cell:
     def served(self, temperature=0.0, at_once=None, around=None, shape=None, **changes):
         """around: what is put around the draft model, (model) -> model; shape: a chain, if None."""
         model = around(self.model()) if around else self.model()
-        requests = asked(self.prompts, self.tokens, temperature)
+        requests = requests_for(self.prompts, self.tokens, temperature)
         engine = self.engine(model, shape or (self.depth, self.depth, 1), **changes)
         done, stats = completed(engine, requests, at_once)
         assert [item.tokens for item in done] == self.plain(temperature)

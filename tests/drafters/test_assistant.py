@@ -206,10 +206,10 @@ def test_other_rotary_positions_are_a_warning(target, folder):
 @pytest.mark.parametrize("algorithm", ["EAGLE", "MTP", "STANDALONE", "AUTO", "frozen-kv-mtp"])
 def test_names_of_other_servers_mean_it(kinds, algorithm):
     draft = str(kinds["ASSISTANT, shared"].draft)
-    asked = EngineConfig(
+    config = EngineConfig(
         model="m", speculative_algorithm=algorithm, speculative_draft_model_path=draft
     )
-    assert with_shipped(asked).speculative_algorithm == "FROZEN_KV_MTP"
+    assert with_shipped(config).speculative_algorithm == "FROZEN_KV_MTP"
     for other in ("EAGLE3", "DFLASH", "EAGLE+NGRAM"):
         with pytest.raises(ConfigError, match="holds an assistant; use FROZEN_KV_MTP"):
             with_beside(EngineConfig(
@@ -221,8 +221,8 @@ def test_an_option_of_vllm_means_it(kinds):
     draft = str(kinds["ASSISTANT, shared"].draft)
     for said in ({"method": "mtp"}, {}):
         keys = json.dumps(said | {"model": draft, "num_speculative_tokens": 4})
-        asked = EngineConfig(model="m", **speculative_config("x", keys))
-        assert with_shipped(asked).speculative_algorithm == "FROZEN_KV_MTP"
+        config = EngineConfig(model="m", **speculative_config("x", keys))
+        assert with_shipped(config).speculative_algorithm == "FROZEN_KV_MTP"
 
 
 @pytest.mark.parametrize("draft", ["folder", "GGUF"])
@@ -267,15 +267,15 @@ def test_auto_drafts_as_without_one_that_does_not_open(kinds, tmp_path, config, 
     about = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(about | config))
     (copy / "model.safetensors").unlink()
-    asked = settings(kind, "torch", model=str(model), speculative_algorithm="AUTO", device="cpu",
+    wanted = settings(kind, "torch", model=str(model), speculative_algorithm="AUTO", device="cpu",
                      speculative_draft_model_path=None, speculative_num_steps=None)  # fmt: skip
     arch = architecture_at(model)
     with pytest.warns(UserWarning, match=f"is left out: .*{says}") if says else nullcontext():
-        chosen = with_beside(asked, target=SimpleNamespace(architecture=arch))
-    assert chosen == asked
+        chosen = with_beside(wanted, target=SimpleNamespace(architecture=arch))
+    assert chosen == wanted
     if says == "model.safetensors":
         with pytest.warns(UserWarning, match="is left out"):
-            loaded = load(asked)
+            loaded = load(wanted)
         try:
             assert loaded.config.speculative_algorithm == "NGRAM"
         finally:
@@ -302,20 +302,20 @@ def architecture_at(path):
 
 
 def test_a_hub_id_has_the_published_one_where_it_is_on_this_machine(kinds, monkeypatch):
-    asked, draft = [], kinds["ASSISTANT, shared"].draft
-    monkeypatch.setattr(beside.huggingface, "here", lambda name: asked.append(name) or draft)
+    names, draft = [], kinds["ASSISTANT, shared"].draft
+    monkeypatch.setattr(beside.huggingface, "here", lambda name: names.append(name) or draft)
     for name in ("google/gemma-4-E2B-it", "unsloth/gemma-4-E2B-it-GGUF:Q4_K_M"):
         assert assistant_beside(name) == draft
-    assert asked == ["google/gemma-4-E2B-it-assistant"] * 2
-    assert assistant_beside("google/gemma-3-4b-it") is None and len(asked) == 2
+    assert names == ["google/gemma-4-E2B-it-assistant"] * 2
+    assert assistant_beside("google/gemma-3-4b-it") is None and len(names) == 2
     monkeypatch.setattr(beside.huggingface, "here", lambda name: None)
     wanted = EngineConfig(model="google/gemma-4-31B-it", speculative_algorithm="FROZEN_KV_MTP")
     with pytest.raises(ConfigError, match="FOLDER, such as google/gemma-4-31B-it-assistant"):
         with_shipped(wanted)
     named = EngineConfig(model="m", speculative_draft_model_path="x")
-    told = drafting_sentence(named, EngineConfig(speculative_algorithm="FROZEN_KV_MTP",
+    sentence = drafting_sentence(named, EngineConfig(speculative_algorithm="FROZEN_KV_MTP",
                              speculative_draft_model_path="x"), False, None)  # fmt: skip
-    assert told.endswith("(AUTO: x is the model's assistant)")
+    assert sentence.endswith("(AUTO: x is the model's assistant)")
 
 
 def test_where_it_cannot_run_a_sentence_says_so(kinds, tmp_path):

@@ -233,7 +233,7 @@ def test_a_free_drafter_that_buys_does_so_alone_where_the_head_has_no_part():
     prices = NodeCosts(array("d", [0.1]), False)
     plan = replace(plan_of(1, [3]), model_depth=np.zeros(1, np.int32), node_costs=prices)
     bought = [Draft()]
-    bad.propose = lambda asked: bought if asked.node_costs is prices else None
+    bad.propose = lambda plan: bought if plan.node_costs is prices else None
     assert drafter.propose(plan) is bought
     counts, tokens = np.ones(1, int), np.full((1, 1), 3)
     drafter.observe(plan, None, Outcome(counts, tokens, 0 * counts, np.ones(1, bool)))

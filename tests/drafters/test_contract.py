@@ -41,7 +41,7 @@ from forerun.networks.cache_layer import CacheLayer
 from forerun.options.config import EngineConfig
 from tests import covering
 from tests.drafters import toys
-from tests.drafters.served import PROMPTS, Cells, asked, settings
+from tests.drafters.served import PROMPTS, Cells, requests_for, settings
 from tests.drafters.toys import ToyCell
 from tests.drafters.watched import Noted, Partly, Told, begun
 from tests.models import tiny
@@ -210,7 +210,7 @@ def test_what_is_proposed_does_not_depend_on_how_prompts_are_cut(cells, executor
         said.append(texts)
     both = said[0].keys() & said[1].keys()
     assert len(both) > 100
-    assert all(said[0][asked].tobytes() == said[1][asked].tobytes() for asked in both)
+    assert all(said[0][key].tobytes() == said[1][key].tobytes() for key in both)
 
 
 def errors(cell, said, reference, by_level=False, most=14):
@@ -334,7 +334,8 @@ def test_what_was_told_is_accepted_and_what_is_wrong_never(cells, executor, name
     """The same passes and caches, but the outcome of each draft token is known beforehand."""
     cell = cells(executor, name)
     shape = heard_of(executor, cell)
-    told(cell, cell.served(temperature, None, lambda model: half(cell, model, temperature), shape))
+    run = cell.served(temperature, None, lambda model: half(cell, model, temperature), shape)
+    check_half(cell, run)
 
 
 def half(cell, model, temperature):
@@ -342,7 +343,7 @@ def half(cell, model, temperature):
     return Told(model, cell.texts(temperature), [len(prompt) % 2 for prompt in cell.prompts])
 
 
-def told(cell, run, depth=None):
+def check_half(cell, run, depth=None):
     """A whole draft and one token more in each step, or one token, while the last steps have less
     than the depth to propose and the prompt's nothing.
     """
@@ -364,7 +365,7 @@ def test_naive_drafts_one_token_a_step(cells, temperature):
     cell = cells("torch", "STANDALONE, first layers")
     how = {"shape": (1, 1, 1), "speculative_algorithm": "NAIVE"}
     run = cell.served(temperature, around=lambda model: half(cell, model, temperature), **how)
-    told(cell, run, 1)
+    check_half(cell, run, 1)
 
 
 @pytest.mark.parametrize(
@@ -710,7 +711,7 @@ def test_auto_has_n_grams_beside_a_whole_model_on_a_cpu(kinds, executor, name):
     with closing(load(settings(kind, executor))) as loaded:
         assert loaded.config.speculative_algorithm == "STANDALONE+NGRAM"
         assert f"{kind.draft} is a whole model)" in loaded.info["drafting"]
-        complete(loaded.engine, asked(PROMPTS[1:3], 100))
+        complete(loaded.engine, requests_for(PROMPTS[1:3], 100))
         accepted = dict.fromkeys(("ngram", "draft_model"), 0)
         for count in loaded.engine.stats().by_source:
             accepted[count.source] += count.accepted
@@ -742,7 +743,7 @@ def test_a_block_drafter_is_served(kinds, tmp_path, algorithm, executor):
         assert (config.speculative_algorithm, config.speculative_num_steps) == (meant, 4)
         about = loaded.engine.describe()["drafter"]
         assert about.get("dflash", about)["block_size"] == 5
-        (item,) = complete(loaded.engine, asked(PROMPTS[1:2], 8))[0]
+        (item,) = complete(loaded.engine, requests_for(PROMPTS[1:2], 8))[0]
         assert item.stats.draft_tokens > 0 and loaded.engine.fault is None
         assert loaded.info["drafting"].startswith(f"drafting: {meant}, ")
         alone = load(settings(replace(kind, method="OFF", draft=None), executor))

@@ -158,7 +158,7 @@ def engine_with_head(policy=None, beside=None, **shape):
     return made, device
 
 
-def asked(*prompts, max_tokens=12, **changes):
+def requests_for(*prompts, max_tokens=12, **changes):
     return [ask(str(index), prompt, max_tokens, **changes) for index, prompt in enumerate(prompts)]
 
 
@@ -170,10 +170,10 @@ FORKS = [f"{SHARED[:count]}{letter} it goes" for count in (4, 7, 8, 12) for lett
 def test_entries_fit_the_text_that_finds_them(page_size, pages):
     """Texts that part after a page or within, at the same time and one after the other."""
     made, device = engine_with_head(page_size=page_size, pages=pages * 4 // page_size)
-    requests = asked(*FORKS)
+    requests = requests_for(*FORKS)
     ear = run(made, *requests)
     ear.expect(*requests)
-    run(made, *asked(*FORKS[::-1]))
+    run(made, *requests_for(*FORKS[::-1]))
     for number, prompt in enumerate(FORKS):
         run(made, ask(f"again {number}", prompt, 12))
     stats = made.stats()
@@ -194,15 +194,16 @@ def test_no_pass_is_run_below_an_improbable_path():
     depths = []
     for policy in (FixedPolicy(4, 3), Picky(4, 3)):
         made, _ = engine_with_head(policy)
-        ear = run(made, *asked("A prompt"))
-        ear.expect(*asked("A prompt"))
+        ear = run(made, *requests_for("A prompt"))
+        ear.expect(*requests_for("A prompt"))
         depths.append(max(count.depth for count in made.stats().by_source))
     assert depths == [3, 2]
 
 
 def test_chunks_choices_and_preemption_keep_the_entries():
     made, device = engine_with_head(page_size=2, pages=20, max_nodes=7)
-    requests = asked("A prompt of several chunks", "A prompt of", n=2, temperature=0.9, seed=3)
+    prompts = "A prompt of several chunks", "A prompt of"
+    requests = requests_for(*prompts, n=2, temperature=0.9, seed=3)
     ear = run(made, *requests)
     ear.expect(*requests)
     assert made.stats().preemptions > 0 and made.stats().failed_steps == 0 and device.looked
@@ -211,7 +212,7 @@ def test_chunks_choices_and_preemption_keep_the_entries():
 def test_a_page_is_found_again_up_to_the_last_token():
     """What a head needs of a page is there as soon as the token after it matches."""
     made, _ = engine_with_head(page_size=4, pages=64)
-    run(made, *asked("12345678abc"))
+    run(made, *requests_for("12345678abc"))
     ear = run(made, ask("same", "12345678a", 4))
     assert ear.of("same")[0].cached_tokens == 8
     ear = run(made, ask("other", "12345678b", 4))
@@ -254,7 +255,7 @@ def test_a_head_catches_up_in_one_pass(rest):
     made, device = engine_with_head(
         Moody(lambda step: step % (rest + 3) >= rest), page_size=2, pages=200
     )
-    requests = asked("A prompt", "Another one", max_tokens=60)
+    requests = requests_for("A prompt", "Another one", max_tokens=60)
     ear = run(made, *requests)
     ear.expect(*requests)
     stats = made.stats()
@@ -278,7 +279,7 @@ def test_a_head_catches_up_on_what_n_grams_had_accepted(monkeypatch, most):
     made, device = engine_with_head(
         Alternating(4, 3), beside=NgramDrafter(8), page_size=2, pages=200
     )
-    requests = asked("A prompt, a prompt, a prompt", "Another, another one", max_tokens=100)
+    requests = requests_for("A prompt, a prompt, a prompt", "Another, another one", max_tokens=100)
     ear = run(made, *requests)
     ear.expect(*requests)
     stats = made.stats()
@@ -302,7 +303,7 @@ def test_a_head_that_lags_far_catches_up_unasked(monkeypatch, most):
 
     monkeypatch.setattr(ModelDrafter, "observe", observed)
     made, device = engine_with_head(Moody(lambda step: step > 95), page_size=8)
-    requests = asked("A prompt", "Another one", max_tokens=160)
+    requests = requests_for("A prompt", "Another one", max_tokens=160)
     ear = run(made, *requests)
     ear.expect(*requests)
     assert max(behind) == most

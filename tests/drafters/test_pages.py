@@ -13,7 +13,7 @@ from forerun.client.completion import complete
 from forerun.engine import disk_pages
 from forerun.errors import EngineError
 from forerun.executors import cpu
-from tests.drafters.served import PROMPTS, Cells, asked
+from tests.drafters.served import PROMPTS, Cells, requests_for
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 PROMPT, TOKENS, COMMON = PROMPTS[2], 19, 45
@@ -45,7 +45,8 @@ def answers(cell, store, temperature, times, **changes):
     )
     engine.start()
     try:
-        done = [complete(engine, asked([PROMPT], TOKENS, temperature))[0][0] for _ in range(times)]
+        every = (requests_for([PROMPT], TOKENS, temperature) for _ in range(times))
+        done = [complete(engine, requests)[0][0] for requests in every]
         assert engine.fault is None
         return [(one.cached_tokens, one.tokens, one.stats.steps) for one in done]
     finally:
@@ -119,7 +120,7 @@ def test_a_text_within_a_page_of_another_takes_as_many_steps(
     engine = cell.engine(cell.model(), shape=(3, 3, 1))
 
     def answer(prompt, salt):
-        (request,) = asked([prompt], TOKENS, temperature, seed=7)
+        (request,) = requests_for([prompt], TOKENS, temperature, seed=7)
         return complete(engine, [replace(request, cache_salt=salt)])[0][0]
 
     engine.start()

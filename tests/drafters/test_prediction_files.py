@@ -196,10 +196,10 @@ def test_auto_takes_layers_on_jax_where_it_drafts_with_them(hf, layers, tmp_path
     for path, layered in ((whole, True), (target, False)):
         for steps, taken in ((None, depths == 1), (1, True)):
             for device, name in (("tpu", "NEXTN"), ("cpu", "NEXTN+NGRAM")):
-                asked = EngineConfig(
+                wanted = EngineConfig(
                     model=str(path), executor="jax", device=device, speculative_num_steps=steps
                 )
-                config = with_shipped(asked, layered, GgufCheckpoint(path))
+                config = with_shipped(wanted, layered, GgufCheckpoint(path))
                 assert config.speculative_algorithm == (name if taken else "AUTO")
 
 
@@ -254,10 +254,10 @@ def test_layers_that_are_announced_and_absent_leave_a_plain_model(hf, tmp_path):
     """Said once; asked to stop, it does."""
     folder = tiny.save_folder(hf, tmp_path / "bare")
     says(folder, num_nextn_predict_layers=1)
-    with pytest.warns(match="announces 1 prediction layers, but has no") as told:
+    with pytest.warns(match="announces 1 prediction layers, but has no") as raised:
         target = open_target(configured(folder, draft_on_error="disable"))
     target.close()
-    assert len([each for each in told if "announces" in str(each.message)]) == 1
+    assert len([each for each in raised if "announces" in str(each.message)]) == 1
     assert not target.config.speculates
     with pytest.raises(ModelError, match="announces 1"):
         open_target(configured(folder))

@@ -19,7 +19,7 @@ class Watched:
         self.traits, self._model = model.traits, model
         self._rows, self._paths = {}, {}
 
-    def heard(self, asked, ids, log_probs):
+    def heard(self, rows, ids, log_probs):
         """ids and log_probs [s,k] of what follows each of `asked`: (text, draft tokens below it).
 
         A text is the row's, -1 where another filled its pages; draft tokens of a block are None.
@@ -28,8 +28,8 @@ class Watched:
 
     def extend(self, extension, features):
         candidates = self._model.extend(extension, features)
-        asked = [(self._rows[slot], ()) for slot in self._read(extension)]
-        return Candidates(*self.heard(asked, candidates.ids, candidates.log_probs))
+        rows = [(self._rows[slot], ()) for slot in self._read(extension)]
+        return Candidates(*self.heard(rows, candidates.ids, candidates.log_probs))
 
     def _read(self, extension):
         """The slots whose candidates are wanted, when all texts are as long as they are now."""
@@ -44,22 +44,22 @@ class Watched:
         return extension.slots[rows].tolist()
 
     def expand(self, level):
-        candidates, asked = self._model.expand(level), []
+        candidates, rows = self._model.expand(level), []
         slots = np.repeat(level.slots, np.diff(level.start)).tolist()
         for node, above in enumerate(level.parents.tolist()):
             path = (*(self._paths[above] if above >= 0 else ()), int(level.tokens[node]))
             self._paths[level.first + node] = path
-            asked.append((self._rows[slots[node]], path))
-        return Candidates(*self.heard(asked, candidates.ids, candidates.log_probs))
+            rows.append((self._rows[slots[node]], path))
+        return Candidates(*self.heard(rows, candidates.ids, candidates.log_probs))
 
     def block(self, block):
         candidates, depths = self._model.block(block), range(block.depth)
         if candidates.pairs is not None:
             rows = [self._rows[slot] for slot in block.slots.tolist()]
             return replace(candidates, pairs=_HeardPairs(self, rows, candidates.pairs))
-        asked = [(self._rows[s], (None,) * depth) for s in block.slots.tolist() for depth in depths]
-        flat = len(asked), candidates.ids.shape[-1]
-        parts = self.heard(asked, candidates.ids.reshape(flat), candidates.log_probs.reshape(flat))
+        nodes = [(self._rows[s], (None,) * depth) for s in block.slots.tolist() for depth in depths]
+        flat = len(nodes), candidates.ids.shape[-1]
+        parts = self.heard(nodes, candidates.ids.reshape(flat), candidates.log_probs.reshape(flat))
         return BlockCandidates(*(part.reshape(len(block.slots), block.depth, -1) for part in parts))
 
     def describe(self):
@@ -74,8 +74,8 @@ class _HeardPairs:
 
     def below(self, row, path):
         candidates = self._pairs.below(row, path)
-        asked = [(self._rows[row], path)]
-        ids, values = self._watched.heard(asked, candidates.ids[None], candidates.log_probs[None])
+        rows = [(self._rows[row], path)]
+        ids, values = self._watched.heard(rows, candidates.ids[None], candidates.log_probs[None])
         return Children(ids[0], values[0], candidates.confidence)
 
 
@@ -86,8 +86,8 @@ class Noted(Watched):
         super().__init__(model)
         self.said = []
 
-    def heard(self, asked, ids, log_probs):
-        for (text, path), line, values in zip(asked, ids, log_probs, strict=True):
+    def heard(self, rows, ids, log_probs):
+        for (text, path), line, values in zip(rows, ids, log_probs, strict=True):
             assert (np.diff(values) <= 0).all(), "the likeliest come first"
             dense = np.full(self.traits.vocab, -np.inf, np.float32)
             dense[line] = values
@@ -118,8 +118,8 @@ class Told(Watched):
         super().__init__(model)
         self._texts, self._off = [list(map(int, text)) for text in texts], off
 
-    def heard(self, asked, ids, log_probs):
-        said = [self._coming(text, len(path)) for text, path in asked]
+    def heard(self, rows, ids, log_probs):
+        said = [self._coming(text, len(path)) for text, path in rows]
         return np.array(said, np.int32).reshape(-1, 1), np.zeros((len(said), 1), np.float32)
 
     def _coming(self, text, depth):
@@ -152,7 +152,7 @@ class Partly(Told):
         self.turns += 1
         return super().block(block)
 
-    def heard(self, asked, ids, log_probs):
-        ids, values = super().heard(asked, ids, log_probs)
-        wrong = [[len(path) >= self.right] for _, path in asked]
+    def heard(self, rows, ids, log_probs):
+        ids, values = super().heard(rows, ids, log_probs)
+        wrong = [[len(path) >= self.right] for _, path in rows]
         return (ids + np.array(wrong)) % self.traits.vocab, values

@@ -65,13 +65,13 @@ class Hinted(Told):
     it says: paths of every length are accepted, and wrong ones branch off them everywhere.
     """
 
-    def heard(self, asked, ids, log_probs):
+    def heard(self, rows, ids, log_probs):
         ids, log_probs = np.array(ids), np.array(log_probs)
-        for row, (text, path) in enumerate(asked):
+        for row, (text, path) in enumerate(rows):
             if (len(text) + len(path)) % 4 == 0:
                 continue
-            told = self._coming(text, len(path))
-            (place,) = np.nonzero(ids[row] == told)
+            token = self._coming(text, len(path))
+            (place,) = np.nonzero(ids[row] == token)
             ids[row, place[0] if len(place) else -1] = ids[row, 0]
-            ids[row, 0], log_probs[row, 0] = told, 0.0
+            ids[row, 0], log_probs[row, 0] = token, 0.0
         return ids, log_probs

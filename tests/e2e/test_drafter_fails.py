@@ -9,8 +9,8 @@ BODY = {"max_tokens": 100, "ignore_eos": True}
 
 
 def health(server):
-    told = server.http.get("/health").json()
-    return told["status"], told["speculation_fault"]
+    reply = server.http.get("/health").json()
+    return reply["status"], reply["speculation_fault"]
 
 
 def fault_metric(server):

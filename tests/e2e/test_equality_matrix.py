@@ -67,11 +67,12 @@ def made(tmp_path_factory):
 
 
 def configured(made, method, executor="cpu", **changes):
-    asked = dict(METHODS[method])
-    draft, token_map = asked.pop("draft", None), asked.pop("map", None)
-    asked |= {"speculative_token_map": str(made / token_map / "map.json")} if token_map else {}
-    model, draft = made / asked.pop("model", "target"), made / draft if draft else None
-    return small(model, executor, draft, **{"max_sequences": 5, "kv_tokens": 192} | asked | changes)
+    chosen = dict(METHODS[method])
+    draft, token_map = chosen.pop("draft", None), chosen.pop("map", None)
+    chosen |= {"speculative_token_map": str(made / token_map / "map.json")} if token_map else {}
+    model, draft = made / chosen.pop("model", "target"), made / draft if draft else None
+    options = {"max_sequences": 5, "kv_tokens": 192} | chosen | changes
+    return small(model, executor, draft, **options)
 
 
 def paged(made, method, page):

@@ -31,7 +31,7 @@ def test_a_matching_process_that_somebody_kills_is_a_500_of_that_request_alone(t
     body = {"messages": ASKED, **strict(MANY), "max_tokens": 1000, "logit_bias": endless}
     body |= {"temperature": 0, "stream": stream}
     with serving(tmp_path, delay=0.05) as server, ThreadPoolExecutor(2) as pool:
-        asked = pool.submit(server.post, CHAT, body)
+        future = pool.submit(server.post, CHAT, body)
         # Before it has given a mask nothing is lost with it.
         assert wait_for(lambda: stats(server)["output_tokens"])
         beside = pool.submit(server.complete, max_tokens=30)
@@ -39,7 +39,7 @@ def test_a_matching_process_that_somebody_kills_is_a_500_of_that_request_alone(t
         for child in children(server):
             os.kill(child, signal.SIGSTOP)
             os.kill(child, signal.SIGKILL)
-        answer = asked.result()
+        answer = future.result()
         if stream:
             assert "its grammar cannot be followed" in answer.text
             assert "Ask again" in answer.text and "grammar_limit" not in answer.text
@@ -63,11 +63,11 @@ def test_the_grammar_of_185_bytes_by_its_own_words(tmp_path):
         ThreadPoolExecutor(2) as pool,
     ):
         alone = server.post(COMPLETIONS, free).json()["choices"]
-        asked = pool.submit(server.post, COMPLETIONS, {**hostile, "max_tokens": 300})
+        future = pool.submit(server.post, COMPLETIONS, {**hostile, "max_tokens": 300})
         assert wait_for(lambda: children(server))
         for _ in range(3):
             assert server.post(COMPLETIONS, free).json()["choices"] == alone
-        answer = asked.result()
+        answer = future.result()
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["code"] == "grammar_limit"
         assert server.idle() and server.healthy()

@@ -60,13 +60,13 @@ def test_drains(tmp_path, sent):
                 return client.post("/v1/completions", json=body)
 
         with ThreadPoolExecutor(2) as pool:
-            asked = [pool.submit(ask, stream) for stream in (False, True)]
+            futures = [pool.submit(ask, stream) for stream in (False, True)]
             assert wait_for(lambda: server.load()["running"] == 2)
             server.process.send_signal(sent)
             assert wait_for(lambda: server.http.get("/health").status_code == 503)
             assert code_of(server.http.get("/health")) == (503, "shutting_down")
             assert code_of(server.complete(max_tokens=1)) == (503, "shutting_down")
-            answer, streamed = (each.result(60) for each in asked)
+            answer, streamed = (each.result(60) for each in futures)
         assert (answer.status_code, streamed.status_code) == (200, 200)
         assert answer.json()["choices"][0]["text"] == whole
         assert streamed.text.endswith("data: [DONE]\n\n")

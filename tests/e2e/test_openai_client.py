@@ -270,13 +270,13 @@ def test_what_was_parsed_can_be_sent_back(client):
     """OpenAI's `parse` leaves what it read in the message, and sends it along with it."""
     pick = pydantic.create_model("Pick", colour=Literal["red", "green"])
     options = {"model": "toy", "max_tokens": 200, "temperature": 0}
-    asked = [{"role": "user", "content": "Pick one."}]
-    answer = client.chat.completions.parse(messages=asked, response_format=pick, **options)
+    question = [{"role": "user", "content": "Pick one."}]
+    answer = client.chat.completions.parse(messages=question, response_format=pick, **options)
     said = answer.choices[0].message
     assert said.parsed.colour in ("red", "green")
     tools = [openai.pydantic_function_tool(pick)]
     answer = client.chat.completions.parse(
-        messages=[*asked, said, *asked], tools=tools, tool_choice="required", **options
+        messages=[*question, said, *question], tools=tools, tool_choice="required", **options
     )
     called = answer.choices[0].message
     (call, *_) = called.tool_calls
@@ -284,7 +284,7 @@ def test_what_was_parsed_can_be_sent_back(client):
     results = [
         {"role": "tool", "tool_call_id": one.id, "content": "taken"} for one in called.tool_calls
     ]
-    answer = client.chat.completions.create(messages=[*asked, called, *results], **options)
+    answer = client.chat.completions.create(messages=[*question, called, *results], **options)
     assert answer.choices[0].message.content
 
 
@@ -311,17 +311,17 @@ def test_async_client_many_at_once(toy_server):
 async def many_at_once(server):
     async with openai.AsyncOpenAI(base_url=server.url, api_key="none") as client:
 
-        def asked(number, **more):
+        def create(number, **more):
             said = [{"role": "user", "content": str(number)}]
             options = {"model": "toy", "max_tokens": 30, "temperature": 0}
             return client.chat.completions.create(messages=said, **options, **more)
 
         async def streamed(number):
-            stream = await asked(number, stream=True)
+            stream = await create(number, stream=True)
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
         async def whole(number):
-            return (await asked(number)).choices[0].message.content
+            return (await create(number)).choices[0].message.content
 
         numbers = range(12)
         pieces = await asyncio.gather(*map(streamed, numbers))

@@ -160,13 +160,13 @@ def test_a_text_format_is_no_constraint(server):
 
 @with_two("toy_server")
 def test_json_on_one_line(server):
-    asked = {"json": PERSON, "disable_any_whitespace": True}
+    body = {"json": PERSON, "disable_any_whitespace": True}
     (text, finish), *_ = texts(
-        server, CHAT, structured_outputs=asked, temperature=0, max_tokens=300
+        server, CHAT, structured_outputs=body, temperature=0, max_tokens=300
     )
     assert (text, finish) == (json.dumps(json.loads(text), ensure_ascii=False), "stop")
-    asked = {"regex": "a", "disable_any_whitespace": True}
-    assert server.post(CHAT, {"messages": ASKED, "structured_outputs": asked}).status_code == 400
+    body = {"regex": "a", "disable_any_whitespace": True}
+    assert server.post(CHAT, {"messages": ASKED, "structured_outputs": body}).status_code == 400
 
 
 @with_two("toy_server", seldom=True)
@@ -341,7 +341,7 @@ def test_a_constraint_begins_where_the_reasoning_ends(thinking):
     only begins like it is reasoning.
     """
 
-    def asked(number):
+    def body_of(number):
         body = {"messages": [{"role": "user", "content": f"City {number}"}], "max_tokens": 400}
         body |= {"temperature": 1.0, "seed": number, "logit_bias": {"103": 3, "104": 3}}
         return body | {"regex": "[a-d]{9}"}
@@ -360,7 +360,7 @@ def test_a_constraint_begins_where_the_reasoning_ends(thinking):
             finish = choice["finish_reason"] or finish
         return reasoning, content, finish
 
-    bodies = list(map(asked, range(24)))
+    bodies = list(map(body_of, range(24)))
     with ThreadPoolExecutor(24) as pool:
         answers = list(pool.map(answered, bodies))
         streams = list(pool.map(gathered, bodies))

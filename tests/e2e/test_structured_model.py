@@ -50,7 +50,7 @@ def server():
         yield client
 
 
-def asked(server, question, **body):
+def chat(server, question, **body):
     body = {"messages": [{"role": "user", "content": question}], "max_tokens": 160, **body}
     answer = server.post(CHAT, json=body)
     assert answer.status_code == 200, answer.text
@@ -62,8 +62,8 @@ def asked(server, question, **body):
 def test_answers_under_a_schema_are_valid_and_need_fewer_steps(server, sampling):
     wrapped = {"name": "person", "strict": True, "schema": PERSON}
     bound = {"response_format": {"type": "json_schema", "json_schema": wrapped}, **sampling}
-    on = asked(server, "Invent a person.", speculative={"stats": True}, n=3, **bound)
-    off = asked(server, "Invent a person.", speculative={"enabled": False}, n=3, **bound)
+    on = chat(server, "Invent a person.", speculative={"stats": True}, n=3, **bound)
+    off = chat(server, "Invent a person.", speculative={"enabled": False}, n=3, **bound)
     texts = [choice["message"]["content"] for choice in on["choices"]]
     assert texts == [choice["message"]["content"] for choice in off["choices"]]
     for choice, text in zip(on["choices"], texts, strict=True):
@@ -82,7 +82,7 @@ def test_answers_under_a_schema_are_valid_and_need_fewer_steps(server, sampling)
 )
 def test_a_tool_is_called(server, choice):
     body = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
-    answer = asked(server, "What is the weather like in Lisbon?", temperature=0, **body)
+    answer = chat(server, "What is the weather like in Lisbon?", temperature=0, **body)
     (choice,) = answer["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls"
@@ -97,8 +97,8 @@ def test_a_constraint_begins_where_the_text_of_a_marker_ends(server):
     bound = {"regex": '"? ?[A-Z][a-z]{2,9}', "temperature": 0.9, "n": 4, "seed": 3}
     try:
         question = "Name a city, and say why."
-        on = asked(server, question, **bound)["choices"]
-        assert on == asked(server, question, speculative={"enabled": False}, **bound)["choices"]
+        on = chat(server, question, **bound)["choices"]
+        assert on == chat(server, question, speculative={"enabled": False}, **bound)["choices"]
     finally:
         service.settings = settings
     ended = [choice["message"] for choice in on if choice["finish_reason"] == "stop"]

@@ -137,11 +137,11 @@ def test_a_server_that_is_killed_leaves_nothing_behind(tmp_path):
 def test_signals_to_all_of_a_group_are_the_servers(tmp_path):
     """What systemd or a terminal sends to both drains, as if the server alone had got it."""
     with serving(tmp_path, delay=0.01) as server, ThreadPoolExecutor() as pool:
-        asked = pool.submit(server.complete, **{**BODY, "max_tokens": 200})
+        future = pool.submit(server.complete, **{**BODY, "max_tokens": 200})
         assert wait_for(lambda: server.load()["running"] == 1)
         for pid in reversed(server.own()):
             os.kill(pid, signal.SIGTERM)
-        assert asked.result().json()["usage"]["completion_tokens"] == 200
+        assert future.result().json()["usage"]["completion_tokens"] == 200
         assert server.ends() == 0
 
 
@@ -159,13 +159,13 @@ def test_no_step_waits_for_the_server(counted):
     server, steps = counted
     whole = server.complete(**{**BODY, "max_tokens": 500}).json()["choices"][0]["text"]
     with ThreadPoolExecutor() as pool:
-        asked = pool.submit(server.complete, **{**BODY, "max_tokens": 500})
+        future = pool.submit(server.complete, **{**BODY, "max_tokens": 500})
         assert wait_for(lambda: server.load()["running"] == 1)
         server.process.send_signal(signal.SIGSTOP)
         before = steps()
         assert wait_for(lambda: steps() >= before + 100)
         server.process.send_signal(signal.SIGCONT)
-        assert asked.result().json()["choices"][0]["text"] == whole
+        assert future.result().json()["choices"][0]["text"] == whole
 
 
 @pytest.mark.parametrize("what", ["prompt", "logit_bias", "messages"])
@@ -186,9 +186,9 @@ def test_four_megabytes_do_not_touch_a_step(counted, what):
     server, steps = counted
     with ThreadPoolExecutor() as pool:
         (sock,) = running(server, 1)
-        asked = pool.submit(server.post, route, {**body, "max_tokens": 1})
+        future = pool.submit(server.post, route, {**body, "max_tokens": 1})
         before = steps()
-        assert asked.result().status_code == 400
+        assert future.result().status_code == 400
         assert steps() > before
         sock.close()
         assert server.idle()

@@ -81,9 +81,9 @@ def test_a_sound_drafter_is_left_alone():
 @pytest.mark.parametrize("drafts", [False, True])
 def test_only_an_executor_that_drafts_gets_a_request(drafts):
     """Making one takes NumPy's time in every step."""
-    inner, asked, executor = Failing("never", 10**9), [], ToyExecutor(limits())
-    inner.on_device_draft = asked.append
+    inner, requests, executor = Failing("never", 10**9), [], ToyExecutor(limits())
+    inner.on_device_draft = requests.append
     executor.capabilities = Capabilities(drafts=drafts)
     made = Engine(executor, inner, FixedPolicy(4, 4), TOKENIZER, NoGrammars(), EngineOptions())
     run(made, ask("r", "Hello", 12)).expect(ask("r", "Hello", 12))
-    assert bool(asked) == drafts
+    assert bool(requests) == drafts

@@ -48,11 +48,11 @@ def test_embeddings_run_beside_text(name, kind):
     """Prompts of one token and of many chunks, with both poolings, beside texts that draft."""
     engine = make(name, executor=kind(limits(slots=3)), overlap=kind is CarryingToy)
     texts = [ask(f"text{n}", "Hello" * (n + 1)) for n in range(2)]
-    asked = {f"{p}{n}": (PROMPT[: n or None], p) for p in POOLINGS for n in (0, 1, 2, 17)}
-    vectors = [embed(id, *given) for id, given in asked.items()]
+    inputs = {f"{p}{n}": (PROMPT[: n or None], p) for p in POOLINGS for n in (0, 1, 2, 17)}
+    vectors = [embed(id, *given) for id, given in inputs.items()]
     ear = run(engine, texts[0], *vectors, texts[1])
     ear.expect(*texts)
-    for id, given in asked.items():
+    for id, given in inputs.items():
         np.testing.assert_allclose(vector(ear, id), pooled(*given), rtol=1e-6)
 
 

@@ -493,11 +493,11 @@ def test_stats_add_up():
 
 def test_time_between_steps_belongs_to_the_next_step(monkeypatch):
     """On a clock of its own, which the policy moves by a second after every step."""
-    now, told = [0.0], []
+    now, reports = [0.0], []
 
     class Slow(FixedPolicy):
         def observe(self, report):
-            told.append(sum(report.ms.values()))
+            reports.append(sum(report.ms.values()))
             now[0] += 1.0
 
     for module in ("core", "step"):
@@ -506,5 +506,5 @@ def test_time_between_steps_belongs_to_the_next_step(monkeypatch):
     run(engine, ask())
     now[0] += 60.0  # Nobody is there.
     run(engine, ask("s"))
-    assert len(told) > 4 and told.count(0.0) == 2, "the first step of each: nothing came before"
-    assert told.count(1000.0) == len(told) - 2
+    assert len(reports) > 4 and reports.count(0.0) == 2, "the first step of each: nothing before"
+    assert reports.count(1000.0) == len(reports) - 2

@@ -32,16 +32,16 @@ def next_is(*tokens: int):
 
 def run(sampler, plan, drafts, table, masks=None):
     trees = batch(list(plan.known), drafts)
-    asked: set[int] = set()
+    nodes: set[int] = set()
 
     def logits(node):
-        asked.add(node)
+        nodes.add(node)
         return table[node]
 
     outcome = sampler.finish(Round(plan, trees), logits, masks)
     for row, tokens in enumerate(outcome.output_tokens):
         sampler.of_row(plan, row).text.append(tokens)
-    assert asked <= set(sampler.scored(plan, trees).tolist())
+    assert nodes <= set(sampler.scored(plan, trees).tolist())
     return [outcome.permanent(trees, row) for row in range(plan.rows)], outcome
 
 
@@ -83,15 +83,15 @@ def test_only_what_is_needed_is_scored():
 
 def test_a_resumed_sequence_goes_on_as_if_never_interrupted():
     """After preemption `tokens` holds output too; positions and penalties must continue."""
-    asked = Sampling(seed=11, frequency_penalty=1.0, temperature=1.5)
+    sampling = Sampling(seed=11, frequency_penalty=1.0, temperature=1.5)
     logits = np.random.default_rng(0).normal(size=(1, V)).astype(np.float32)
     whole, resumed = HostSampler(1, V), HostSampler(1, V)
-    whole.open(slot_init(0, [1, 2], 2, asked))
+    whole.open(slot_init(0, [1, 2], 2, sampling))
     text = [1, 2]
     for _ in range(20):
         plan = plan_of([0], [len(text) - 1], [text[-1:]], [True])
         resumed.close(0)
-        resumed.open(slot_init(0, text, 2, asked))
+        resumed.open(slot_init(0, text, 2, sampling))
         _, outcome = run(whole, plan, [NO_DRAFT], logits)
         _, other = run(resumed, plan, [NO_DRAFT], logits)
         assert outcome.tokens.tolist() == other.tokens.tolist()
@@ -147,8 +147,8 @@ def exact(logits):
 def test_logprobs_are_the_models_own_and_ties_go_to_the_lowest_id():
     """Temperature, bias and cut-offs shape the choice, not the report."""
     sampler = HostSampler(1, V)
-    asked = Sampling(temperature=0.5, top_k=1, logit_bias=((6, 50.0),), logprobs=3, seed=4)
-    sampler.open(slot_init(0, [1], 1, asked))
+    sampling = Sampling(temperature=0.5, top_k=1, logit_bias=((6, 50.0),), logprobs=3, seed=4)
+    sampler.open(slot_init(0, [1], 1, sampling))
     table = np.array([[0, 3, 1, 3, 1, 1, 2, -4], [1] * V], np.float32)
     plan = plan_of([0], [0], [[1]], [True])
     _, outcome = run(sampler, plan, [as_draft([6], [-1])], table)
@@ -165,10 +165,10 @@ def test_logprobs_are_the_models_own_and_ties_go_to_the_lowest_id():
 @pytest.mark.parametrize("cuts", [[5], [1, 4], [2, 2, 1], [1, 1, 1, 1, 1]])
 def test_prompt_logprobs_of_chunks_join_up(cuts):
     """However a prompt is cut, each token after the first is reported exactly once."""
-    prompt, asked = [1, 2, 3, 4, 5], Sampling(temperature=0.0, prompt_logprobs=2)
+    prompt, sampling = [1, 2, 3, 4, 5], Sampling(temperature=0.0, prompt_logprobs=2)
     table = np.random.default_rng(0).normal(size=(V, V)).astype(np.float32)
     sampler = HostSampler(1, V)
-    sampler.open(slot_init(0, prompt, 5, asked))
+    sampler.open(slot_init(0, prompt, 5, sampling))
     entries, at = [], 0
     for length in cuts:
         chunk = prompt[at : at + length]

@@ -68,7 +68,7 @@ def engines(tmp_path):
 WHO = {"nothing": {}, "a salt": {"cache_salt": "x"}, "a key": {"tenant": "k"}}
 
 
-def told(engine, **who):
+def generate(engine, **who):
     """Answers that are counted; their lengths differ, one is longer than a record."""
     for number, prompt in enumerate(("Hello", "other", "Hello you")):
         run(
@@ -93,7 +93,7 @@ def test_a_restart_drafts_the_same(engines, monkeypatch, kind, who):
     running = engines(kind, None)
     first = engines(kind)
     for engine in (running, first):
-        told(engine, **WHO[who])
+        generate(engine, **WHO[who])
     kept = first.kept()
     first.shutdown()
     second = engines(kind)
@@ -113,7 +113,7 @@ def test_a_restart_drafts_the_same(engines, monkeypatch, kind, who):
 )
 def test_only_the_same_tenant_gets_them(engines, who, other):
     first = engines()
-    told(first, **WHO[who])
+    generate(first, **WHO[who])
     first.shutdown()
     second = engines()
     assert second.kept()
@@ -123,7 +123,7 @@ def test_only_the_same_tenant_gets_them(engines, who, other):
 def test_tenants_of_another_folder_are_others(engines, tmp_path):
     """A file that was copied shows nothing, since checksums and tenants are of the secret."""
     first = engines()
-    told(first, cache_salt="x")
+    generate(first, cache_salt="x")
     first.shutdown()
     engines(folder=tmp_path / "other").shutdown()
     for path in (tmp_path / "kv" / "toy").iterdir():
@@ -141,7 +141,7 @@ def written(engine, count):
 
 def test_a_killed_server_leaves_all_that_ended(engines, tmp_path):
     first = engines()
-    told(first)
+    generate(first)
     written(first, 3)
     shutil.copytree(tmp_path / "kv", tmp_path / "copy")  # As it is on disk, not closed.
     assert engines(folder=tmp_path / "copy").kept() == first.kept()
@@ -165,7 +165,7 @@ def test_estimates_are_written_now_and_then(engines, monkeypatch, tmp_path):
 def test_estimates_of_other_settings_are_not_used(engines):
     estimates = Estimates()
     first = engines(estimates=estimates)
-    told(first)
+    generate(first)
     estimates.word = b"one"
     first.shutdown()
     other = Estimates(b"own")
@@ -190,7 +190,7 @@ def test_a_full_disk_ends_writing_only(engines, monkeypatch, failing):
 
     monkeypatch.setattr(journals, "write_at", full)
     first = engines()
-    told(first)
+    generate(first)
     kept = written(first, 3)
     assert kept["written"] == failing
     request = ask("right", stop_tokens=())
@@ -207,7 +207,7 @@ def test_a_disk_that_stalls_holds_nothing_up(engines, monkeypatch):
     monkeypatch.setattr(Journal, "append", lambda *_: blocked.wait(30))
     first = engines()
     for _ in range(3):
-        told(first)
+        generate(first)
     assert first.describe()["kept"]["dropped"] >= 5
     first.shutdown()
     blocked.set()
@@ -225,5 +225,5 @@ def test_without_capacity_nothing_is_counted(kind):
         *(ToyExecutor(limits()), lookup, FixedPolicy(4, 4), TOKENIZER, NoGrammars()),
         EngineOptions(),
     )
-    told(engine)
+    generate(engine)
     engine.shutdown()

@@ -103,8 +103,8 @@ def test_a_step_that_cannot_begin_before_the_news_fails_alone(number):
     finish(engine)
     last = ear.last("a")
     assert last.finish == Finish.ERROR and f"begin of step {number} fails" in last.error
-    told = ear.tokens("a")
-    assert told == reference(broken)[0][: len(told)]
+    tokens = ear.tokens("a")
+    assert tokens == reference(broken)[0][: len(tokens)]
     engine.submit(after, ear)
     finish(engine)
     ear.expect(after)
@@ -170,8 +170,8 @@ def test_a_step_that_fails_ends_its_own_requests(what, number):
     for request in broken:
         last = ear.last(request.id)
         assert last.finish == Finish.ERROR and f"step {number} fails" in last.error
-        told = ear.tokens(request.id)
-        assert told == reference(request)[0][: len(told)]
+        tokens = ear.tokens(request.id)
+        assert tokens == reference(request)[0][: len(tokens)]
     assert engine.alive and engine.stats().failed_steps == 1
     after = hot("c", max_tokens=30)
     engine.submit(after, ear)
@@ -222,10 +222,10 @@ class Counting(FixedPolicy):
 
     def __init__(self):
         super().__init__(3, 3)
-        self.asked, self.looks = 0, []
+        self.decisions, self.looks = 0, []
 
     def decide(self, slots, kv_len, constrained=False):
-        self.asked += 1
+        self.decisions += 1
         if True in self.looks[-6:]:
             return Decision("", (Budget(0, 0, ""),) * len(slots))
         return super().decide(slots, kv_len)
@@ -246,7 +246,7 @@ def test_a_policy_is_asked_once_for_most_steps(name, features):
     request = hot("a", max_tokens=120)
     run(engine, request).expect(request)
     stats = engine.stats()
-    assert stats.steps - 2 <= policy.asked <= 1.2 * stats.steps
+    assert stats.steps - 2 <= policy.decisions <= 1.2 * stats.steps
     assert (stats.carried > stats.steps / 2) == (not features)
 
 

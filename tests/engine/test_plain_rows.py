@@ -35,15 +35,15 @@ def heard(name, overlap):
 @pytest.mark.parametrize("name", ["none", "oracle", "erratic"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_both_ways_tell_the_same(monkeypatch, name, overlap):
-    quick, told = heard(name, overlap), []
+    quick, sizes = heard(name, overlap), []
 
     def nobody(bulk, sequence, tokens):
-        told.append(1)
+        sizes.append(1)
         return False
 
     monkeypatch.setattr("forerun.engine.output.FastDetokenize.takes", nobody)
     slow = heard(name, overlap)
-    assert sum(told) > 40
+    assert sum(sizes) > 40
     key = lambda delta: (delta.request, delta.index)  # noqa: E731
     assert sorted(quick, key=key) == sorted(slow, key=key)
 

@@ -100,7 +100,7 @@ class Schedule:
 
     def __init__(self, engine, executor, known, seed):
         self.engine, self.executor, self.known = engine, executor, known
-        self.random, self.ear, self.asked = np.random.default_rng(seed), Ear(), {}
+        self.random, self.ear, self.requests = np.random.default_rng(seed), Ear(), {}
 
     def submit(self):
         pick = self.random.integers
@@ -108,22 +108,22 @@ class Schedule:
         if pick(4) == 0:
             prompt = np.append(prompt, pick(97, 113, pick(1, 60)).astype(np.int32))
         how = {"n": int(pick(1, 3)), "seed": int(pick(2)), "temperature": float(pick(2))}
-        request = ask(str(len(self.asked)), prompt, int(pick(1, 60)), **how)
+        request = ask(str(len(self.requests)), prompt, int(pick(1, 60)), **how)
         self.known.texts(request)
-        self.asked[request.id] = request
+        self.requests[request.id] = request
         self.engine.submit(request, self.ear)
 
     def run(self, requests):
-        while len(self.asked) < requests:
+        while len(self.requests) < requests:
             if self.random.random() < 0.2:
                 self.submit()
-            if self.asked and self.random.random() < 0.02:
-                self.engine.abort(str(self.random.integers(len(self.asked))))
+            if self.requests and self.random.random() < 0.02:
+                self.engine.abort(str(self.random.integers(len(self.requests))))
             self.engine.step_once()
             self.engine.check()
             self.executor.windows.check()
         finished(self.engine, self.executor)
-        for request in self.asked.values():
+        for request in self.requests.values():
             for index, expected in enumerate(self.known.texts(request)):
                 actual = self.ear.tokens(request.id, index)
                 aborted = self.ear.last(request.id, index).finish == Finish.ABORT

@@ -56,7 +56,7 @@ class EngineMachine(RuleBasedStateMachine):
             executor = CarryingToy(limits(pages=pages, **sizes))
         self.engine = make(name, pages=pages, executor=executor, overlap=overlap, **shape)
         self.ear = Ear()
-        self.asked = {}
+        self.requests = {}
 
     @rule(
         prompt=st.sampled_from(["a", "ab", "Hello", "Hello, w", "Hello, world!"]),
@@ -75,16 +75,16 @@ class EngineMachine(RuleBasedStateMachine):
         elif sampling["min_tokens"] > max_tokens:
             sampling = sampling | {"min_tokens": 0}
         request = ask(
-            str(len(self.asked)), prompt, max_tokens, n=n, stop=stop, include_stop=include_stop,
+            str(len(self.requests)), prompt, max_tokens, n=n, stop=stop, include_stop=include_stop,
             speculation=speculation, **sampling,
         )  # fmt: skip
         self.engine.submit(request, self.ear)
-        self.asked[request.id] = request
+        self.requests[request.id] = request
 
     @rule(data=st.data())
     def abort(self, data):
-        if self.asked:
-            self.engine.abort(data.draw(st.sampled_from(sorted(self.asked))))
+        if self.requests:
+            self.engine.abort(data.draw(st.sampled_from(sorted(self.requests))))
 
     @rule(steps=st.integers(1, 12))
     def step(self, steps):
@@ -95,9 +95,9 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def what_was_told_is_right_so_far(self):
         for delta in self.ear.deltas[-3:] if hasattr(self, "ear") else ():
-            tokens, text, _ = reference(self.asked[delta.request], delta.index)
-            told = self.ear.tokens(delta.request, delta.index)
-            assert told == tokens[: len(told)]
+            tokens, text, _ = reference(self.requests[delta.request], delta.index)
+            emitted = self.ear.tokens(delta.request, delta.index)
+            assert emitted == tokens[: len(emitted)]
             assert text.startswith(self.ear.text(delta.request, delta.index))
 
     def teardown(self):
@@ -111,7 +111,7 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats()
         load = stats.load
         assert load.pages_held == load.running == load.waiting == stats.failed_steps == 0
-        for request in self.asked.values():
+        for request in self.requests.values():
             for index in range(request.n):
                 if self.ear.last(request.id, index).finish == Finish.ABORT:
                     continue

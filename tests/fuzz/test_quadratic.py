@@ -185,7 +185,7 @@ def test_what_does_is_found(quadratic):
     assert fault(re.compile(quadratic), ["search"]) is not None
 
 
-def told(formats, text):
+def pushed(formats, text):
     """What readers of an answer do with one long text."""
     for format in formats:
         reader = ToolReader(format, [])
@@ -221,7 +221,7 @@ ANSWERS = [
 @pytest.mark.parametrize("text", ANSWERS, ids=range(len(ANSWERS)))
 def test_answers_are_read_in_time(text):
     with bounded(10):
-        told(FORMATS.values(), text)
+        pushed(FORMATS.values(), text)
 
 
 @pytest.mark.parametrize("text", ANSWERS, ids=range(len(ANSWERS)))

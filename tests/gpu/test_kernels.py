@@ -205,8 +205,8 @@ def test_frontiers_are_the_plain_ones(kernels, device, width):
     grown[2] = values.view(torch.int32)
     actual, expected = None, None
     for level in (1, 2, 3):
-        asked = rows * (width if level > 1 else 1)
-        hidden = torch.randn(asked, 4096, device=device, generator=draw).bfloat16()
+        count = rows * (width if level > 1 else 1)
+        hidden = torch.randn(count, 4096, device=device, generator=draw).bfloat16()
         actual, expected = (
             work(grown, size, level, hidden, None if before is None else before.above, True)
             for work, before in ((kernels.descend, actual), (descend, expected))
@@ -270,9 +270,9 @@ def test_cuts_are_the_twins(kernels, device, scale):
         if coarse:
             logits = logits.mul(64).round().div(64)
             logits[::2, 1, vocab // 3 :] = -torch.inf
-        asked = (mixed(vocab) * 4)[:rows]
-        shaping = shaping_of(asked, nodes, vocab, device)
-        apart = lost(logits, asked, shaping, kernels.shape(logits, shaping, None))
+        settings = (mixed(vocab) * 4)[:rows]
+        shaping = shaping_of(settings, nodes, vocab, device)
+        apart = lost(logits, settings, shaping, kernels.shape(logits, shaping, None))
         assert (apart < 1e-4).all(), apart.max()
 
 

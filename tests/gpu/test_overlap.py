@@ -7,7 +7,7 @@ import pytest
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.executors.torch import TorchExecutor
 from tests.parity.heads import Target, learn, opened
-from tests.parity.test_overlap import BEST, CHAIN, asked, crowd
+from tests.parity.test_overlap import BEST, CHAIN, crowd, requests_for
 from tests.worlds.answers import OFF, answered, tokens
 
 
@@ -33,7 +33,7 @@ def target(folder, learned, device):
 @pytest.mark.parametrize("shape", [OFF, CHAIN, BEST])
 def test_overlap_gives_the_same_texts(target, learned, device, shape, temperature):
     """A near-tie of float32 may fall the other way where a row that has ended runs along."""
-    requests = asked(learned[1], temperature, (60, 35, 50, 41))
+    requests = requests_for(learned[1], temperature, (60, 35, 50, 41))
     expected, _ = answered(target, requests, overlap=False, **shape)
     texts, stats = answered(target, requests, overlap=True, **shape)
     same = [one == two for one, two in zip(tokens(texts), tokens(expected), strict=True)]
@@ -54,7 +54,7 @@ def test_overlap_survives_a_thousand_steps(target, learned, device):
     """Nothing leaks on the host's side, and two sets of results are enough."""
     requests = [
         replace(request, id=str(n))
-        for n, request in enumerate(asked(list(learned[1]) * 3, 0.8, [70] * 36))
+        for n, request in enumerate(requests_for(list(learned[1]) * 3, 0.8, [70] * 36))
     ]
     texts, stats = answered(target, requests, overlap=True, **OFF)
     assert [len(output_tokens) for output_tokens in tokens(texts)] == [70] * 36

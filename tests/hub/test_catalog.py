@@ -224,16 +224,16 @@ def test_progress_survives_folders_that_vanish(tmp_path, monkeypatch):
 
 
 def test_a_lock_waits_and_tells(tmp_path):
-    lock, told, order = tmp_path / "lock", threading.Event(), []
+    lock, event, order = tmp_path / "lock", threading.Event(), []
 
     def second() -> None:
-        with cache_dir.locked(lock, told.set):
+        with cache_dir.locked(lock, event.set):
             order.append("second")
 
     with cache_dir.locked(lock, lambda: None):
         other = threading.Thread(target=second)
         other.start()
-        assert told.wait(60)
+        assert event.wait(60)
         order.append("first")
     other.join(60)
     assert order == ["first", "second"]
@@ -304,8 +304,8 @@ def test_a_user_without_a_home(monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)[0]["path"] is None
     with pytest.raises(ModelError, match=r"'~/x' cannot be a path .* home directory"):
         open_model("~/x")
-    told = str(cache_dir.unwritable(place, OSError(13, "Permission denied")))
-    assert str(place) in told and cache_dir._CHOICE in told
+    sentence = str(cache_dir.unwritable(place, OSError(13, "Permission denied")))
+    assert str(place) in sentence and cache_dir._CHOICE in sentence
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])
@@ -409,11 +409,11 @@ def test_one_file_of_a_hub_id_without_a_network(kind, tmp_path, monkeypatch):
     """Whichever HTTP library huggingface_hub uses: a sentence where the file is not here, and the
     file where it is. The hub is asked once.
     """
-    asked = []
+    calls = []
 
     class Session:
         def get(self, *_, **__):
-            asked.append(1)
+            calls.append(1)
             raise kind("Name or service not known")
 
         request = get
@@ -424,7 +424,7 @@ def test_one_file_of_a_hub_id_without_a_network(kind, tmp_path, monkeypatch):
     reference = HubReference("org/models", "Q4_K_M")
     with pytest.raises(DownloadError, match="org/models is not on this machine and the hub cannot"):
         huggingface.gguf_fetched(reference, tmp_path)
-    assert len(asked) == 1
+    assert len(calls) == 1
     repository = tmp_path / "models--org--models"
     here = repository / "snapshots" / ("a" * 40) / "m.Q4_K_M.gguf"
     for file, text in ((here, ""), (repository / "refs" / "main", "a" * 40)):
@@ -450,12 +450,12 @@ def test_shards_are_wanted_by_both_names_that_publishers_give_them(stem):
 
 def test_pickled_weights_are_fetched_where_there_are_no_others(monkeypatch, tmp_path):
     """Of drafts and of whole models; never beside safetensors."""
-    asked = []
+    calls = []
 
     def snapshot(repository, *, allow_patterns, **_):
-        asked.append("pytorch_model.bin" in allow_patterns)
+        calls.append("pytorch_model.bin" in allow_patterns)
         folder = tmp_path / repository
-        if asked[-1] and "pickled" in repository:
+        if calls[-1] and "pickled" in repository:
             (folder / "pytorch_model.bin").touch()
         return str(folder)
 
@@ -466,9 +466,9 @@ def test_pickled_weights_are_fetched_where_there_are_no_others(monkeypatch, tmp_
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "org/safe/model.safetensors").touch()
     assert huggingface.draft_fetched("org/safe", None) == tmp_path / "org/safe"
-    assert asked == [False]
+    assert calls == [False]
     assert (huggingface.draft_fetched("org/pickled", None) / "pytorch_model.bin").exists()
-    assert asked == [False, False, True]
+    assert calls == [False, False, True]
     with pytest.raises(ModelError, match="no GGUF file"):
         open_model("org/bare")
     with pytest.raises(ModelError, match=r"no config\.json"):

@@ -20,16 +20,16 @@ from forerun.options.config import EngineConfig
 
 
 def answering(monkeypatch, error):
-    asked = []
+    calls = []
 
     def model_info(self, repository, revision=None, timeout=None):
-        asked.append((repository, revision, timeout))
+        calls.append((repository, revision, timeout))
         if error is not None:
             raise error
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
     monkeypatch.setattr(huggingface, "cached", list)
-    return asked
+    return calls
 
 
 def refused(kind):
@@ -46,11 +46,11 @@ def refused(kind):
     ],
 )
 def test_what_the_hub_says_ends_serve_before_it_listens(monkeypatch, capsys, kind, words):
-    asked = answering(monkeypatch, refused(kind))
+    calls = answering(monkeypatch, refused(kind))
     assert main(["serve", "some/thing", "--revision", "old", "--port", "0"]) != 0
-    told = capsys.readouterr()
-    assert words in told.err and "listening" not in told.out + told.err
-    assert asked == [("some/thing", "old", huggingface.ASKING)]
+    printed = capsys.readouterr()
+    assert words in printed.err and "listening" not in printed.out + printed.err
+    assert calls == [("some/thing", "old", huggingface.ASKING)]
 
 
 @pytest.mark.parametrize("error", [None, httpx.ConnectError("down"), OSError("off")])
@@ -60,11 +60,11 @@ def test_who_does_not_say_no_is_asked_while_loading(monkeypatch, error):
 
 
 def test_what_is_here_is_not_asked_for(monkeypatch, tmp_path):
-    asked = answering(monkeypatch, refused(RepositoryNotFoundError))
+    calls = answering(monkeypatch, refused(RepositoryNotFoundError))
     here = huggingface.CachedModel("some/thing", 1, tmp_path)
     monkeypatch.setattr(huggingface, "cached", lambda: [here])
     huggingface.check("some/thing")
-    assert not asked
+    assert not calls
     with pytest.raises(DownloadError, match="the hub has no model other/thing"):
         huggingface.check("other/thing")
 

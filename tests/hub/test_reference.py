@@ -93,10 +93,10 @@ def test_prediction_layers_of_a_hub_model_draft(hub, monkeypatch):
         in_gguf(hf, [random_layer(hf, 5)], hub / "whole.gguf"), folder / "mtp-tiny-Q4_0.gguf"
     )
     names = [SimpleNamespace(rfilename=path.name) for path in folder.iterdir()]
-    asked = []
+    calls = []
 
     def fetched(repository, wanted, *_):
-        asked.extend(wanted)
+        calls.extend(wanted)
         return folder
 
     monkeypatch.setattr(huggingface, "_snapshot", fetched)
@@ -106,7 +106,7 @@ def test_prediction_layers_of_a_hub_model_draft(hub, monkeypatch):
     )  # fmt: skip
     with LLM("org/tiny-GGUF:Q8_0", context=64, max_sequences=1) as llm:
         assert f"AUTO: {beside} holds prediction layers" in llm.loaded.info["drafting"]
-    assert {*asked} == {"tiny-Q8_0.gguf", "mtp-tiny-Q4_0.gguf"}
+    assert {*calls} == {"tiny-Q8_0.gguf", "mtp-tiny-Q4_0.gguf"}
 
 
 @pytest.fixture

@@ -254,8 +254,8 @@ def test_dspark_as_speculators_write_it(tmp_path):
     (made.path / "config.json").write_text(json.dumps(config))
     opened = open_block(made.path, TARGET)
     assert opened.head == made.head and opened.head.anchored
-    told = " ".join(opened.warnings)
-    assert "verifier_accept_k 3 of its" in told and "accept_tolerance 0.5 of its" in told
+    warned = " ".join(opened.warnings)
+    assert "verifier_accept_k 3 of its" in warned and "accept_tolerance 0.5 of its" in warned
     method.update(verifier_accept_k=1, accept_tolerance=0.0)
     (made.path / "config.json").write_text(json.dumps(config))
     assert not open_block(made.path, TARGET).warnings
@@ -325,8 +325,8 @@ def test_a_file_is_the_folder(tmp_path, name):
     for tensor in expected_block_tensors(opened.head):
         if tensor != "d2t":
             np.testing.assert_array_equal(opened.tensor(tensor), folder.tensor(tensor))
-    asked = EngineConfig(model="m", speculative_draft_model_path=str(path))
-    assert with_shipped(asked).speculative_algorithm == "AUTO"  # Not a whole model.
+    config = EngineConfig(model="m", speculative_draft_model_path=str(path))
+    assert with_shipped(config).speculative_algorithm == "AUTO"  # Not a whole model.
 
 
 def test_a_file_of_dflash2_is_the_folder(tmp_path):

@@ -57,8 +57,8 @@ def test_half_floats_are_those_of_the_package():
 def test_the_default_model_loads_without_the_package():
     program = (
         "import sys; from forerun.client.llm import LLM; llm = LLM(context=256);"
-        "told = llm.generate('Hi', max_tokens=2, ignore_eos=True);"
-        "print(len(told[0].tokens), 'gguf' in sys.modules);"
+        "answers = llm.generate('Hi', max_tokens=2, ignore_eos=True);"
+        "print(len(answers[0].tokens), 'gguf' in sys.modules);"
         "llm.close()"
     )
     done = subprocess.run(

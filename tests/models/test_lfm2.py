@@ -201,10 +201,10 @@ def test_the_publishers_files_open_by_their_hub_id(kind, tmp_path, monkeypatch):
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text("0" * 40)
     shown = "{%- if tools -%}{{ 'List of tools: [' + (tools | join(', ')) + ']' }}{%- endif -%}"
-    told = {"tokenizer.ggml.pre": "lfm2", "tokenizer.chat_template": shown + tiny.CHAT_TEMPLATE}
+    metadata = {"tokenizer.ggml.pre": "lfm2", "tokenizer.chat_template": shown + tiny.CHAT_TEMPLATE}
     for each in ("F16", "Q4_K_M", "Q8_0"):
         stored = "F16" if each == "F16" else "Q8_0"
-        tiny.write_gguf(tiny.model("lfm2"), here / f"{name}-{each}.gguf", stored, told)
+        tiny.write_gguf(tiny.model("lfm2"), here / f"{name}-{each}.gguf", stored, metadata)
     model = open_model(f"LiquidAI/{name}-GGUF{kind}", cache_dir=tmp_path)
     assert (model.architecture.family, model.name) == ("lfm2", f"LiquidAI/{name}-GGUF{kind}")
     assert model.path.name == f"{name}-{kind[1:] or 'Q4_K_M'}.gguf"

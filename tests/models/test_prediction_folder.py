@@ -71,9 +71,9 @@ def test_what_is_written_is_read(target, folder):
     ],
 )
 def test_a_configuration_that_does_not_fit_is_refused(target, folder, keys, problem):
-    with pytest.raises(ModelError, match=problem) as told:
+    with pytest.raises(ModelError, match=problem) as raised:
         open_prediction(changed(folder, **keys), target)
-    assert str(folder) in str(told.value)
+    assert str(folder) in str(raised.value)
 
 
 def test_tensors_that_are_wrong_are_named(target, folder):
@@ -84,10 +84,10 @@ def test_tensors_that_are_wrong_are_named(target, folder):
         stored[f"{first}hnorm.weight"] = torch.ones(3)
         stored[f"{first}extra.weight"] = torch.ones(3)
 
-    with pytest.raises(ModelError) as told:
+    with pytest.raises(ModelError) as raised:
         open_prediction(changed(folder, damage), target)
     for culprit in ("missing", "enorm", "hnorm.weight is [3], not [64]", "unexpected"):
-        assert culprit in str(told.value)
+        assert culprit in str(raised.value)
     with pytest.raises(ModelError, match="there is no d2t"):
         open_prediction(changed(folder, lambda stored: stored.pop("d2t")), target)
 

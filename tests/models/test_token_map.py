@@ -188,10 +188,10 @@ def test_a_plan_counts_the_map_that_loading_would_make(layered, counting, tmp_pa
     """The rows of its tokens are a copy; planning counts no text."""
 
     def weights(**options):
-        asked = EngineConfig(
+        config = EngineConfig(
             model=layered, executor="cpu", speculative_algorithm="NEXTN", context=64, **options
         )
-        return sizing(asked, described(asked), 1 << 33).draft
+        return sizing(config, described(config), 1 << 33).draft
 
     named = tmp_path / "map.json"
     write_token_map(np.arange(100, dtype=np.int32), named)

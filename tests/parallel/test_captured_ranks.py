@@ -114,17 +114,17 @@ def prompt_of(place):
     return np.tile(np.random.default_rng(place).integers(5, 60, 6), 2 + place).tolist()
 
 
-def texts(target, settings, asked, predictions=()):
+def texts(target, settings, samplings, predictions=()):
     """Token ids of every request, all asked at once and their answers predicted, where there are
     predictions; the engine's counters.
     """
     requests = [
         make_request(np.array(prompt_of(place), np.int32), max_tokens=20, ignore_eos=True, **how)
-        for place, how in enumerate(asked)
+        for place, how in enumerate(samplings)
     ]
     for place, prediction in enumerate(predictions):
-        told = np.array(prediction, np.int32)
-        requests[place] = replace(requests[place], prediction=told)
+        tokens_ahead = np.array(prediction, np.int32)
+        requests[place] = replace(requests[place], prediction=tokens_ahead)
     heard, stats = answered(target, requests, **settings)
     emitted = tokens(heard)
     assert all(len(mine) == 20 for mine in emitted), emitted
@@ -141,10 +141,10 @@ def test_ranks_launch_what_rank_0_does(shared, alone, said, wishes, algorithm, o
     before, replays = Counter(said), tape.replays
     actual, stats = texts(target, settings | {"overlap": overlap}, WISHES[wishes])
     assert actual == alone(wishes)
-    told = said - before
+    sent = said - before
     # Prompts are steps; what is a round was captured before.
-    assert told["step"] and told["round"] >= (10 if rounds_alone else 1)
-    assert tape.replays - replays == told["round"]
+    assert sent["step"] and sent["round"] >= (10 if rounds_alone else 1)
+    assert tape.replays - replays == sent["round"]
     assert stats.carried >= (10 if overlap and rounds_alone and algorithm == "OFF" else 0)
     assert (stats.accepted > 0) == (algorithm == "NGRAM")
 
@@ -154,13 +154,13 @@ def test_latent_attention_is_cut_in_rounds_too(tmp_path):
     folder = tiny.save_folder(tiny.model("deepseek_v3"), tmp_path)
     with closing(open_target(config(folder, disable_cuda_graph=True))) as one:
         expected, _ = texts(one, OFF, ROUNDS)
-    told = Counter()
-    with captured(told, config(folder, tp_size=2, overlap=True)) as (target, tape):
-        told.clear()
+    sent = Counter()
+    with captured(sent, config(folder, tp_size=2, overlap=True)) as (target, tape):
+        sent.clear()
         replays = tape.replays
         actual, stats = texts(target, {"speculative_algorithm": "NGRAM"}, ROUNDS, expected)
     assert actual == expected
-    assert stats.accepted > 10 and tape.replays - replays == told["round"] > 2
+    assert stats.accepted > 10 and tape.replays - replays == sent["round"] > 2
 
 
 # --- draft models between rounds -----------------------------------------------------------------
@@ -193,14 +193,14 @@ def test_a_draft_model_drafts_between_rounds(made, algorithm, draft, width, size
         drafts["speculative_num_draft_tokens"] = 6
     with closing(open_target(config(made / "target", disable_cuda_graph=True))) as one:
         expected, _ = texts(one, OFF, ROUNDS)
-    told = Counter()
-    with captured(told, config(made / "target", tp_size=size, **drafts)) as (target, tape):
+    sent = Counter()
+    with captured(sent, config(made / "target", tp_size=size, **drafts)) as (target, tape):
         hinted = Hinted(target.draft_model, (), 0)
         hinted._texts = [prompt_of(place) + actual for place, actual in enumerate(expected)]
         drafting = replace(target, draft_model=hinted)
-        told.clear()
+        sent.clear()
         replays = tape.replays
         actual, stats = texts(drafting, {}, ROUNDS)
     assert actual == expected
     assert stats.accepted > 10
-    assert told["round"] >= 10 and tape.replays - replays == told["round"]
+    assert sent["round"] >= 10 and tape.replays - replays == sent["round"]

@@ -276,19 +276,19 @@ def test_ranks_of_which_one_is_at_work_are_not_silent(tmp_path):
 def test_a_step_that_hangs_keeps_no_news(served, monkeypatch):
     """On GPUs a step may hang where a rank is gone: who listens is told without the engine."""
     target, engine, pid = served
-    inside, go_on, told = threading.Event(), threading.Event(), SimpleQueue()
+    inside, go_on, news = threading.Event(), threading.Event(), SimpleQueue()
 
     def hangs(*_):
         inside.set()
         go_on.wait()
         raise RuntimeError
 
-    engine.on_rank_lost(told.put)
+    engine.on_rank_lost(news.put)
     monkeypatch.setattr(target.executor, "run", hangs)
     engine.submit(make_request(np.arange(5, dtype=np.int32), max_tokens=5), SimpleQueue().put)
     inside.wait()
     os.kill(pid, signal.SIGKILL)
-    assert "rank 1 of the tensor-parallel group was ended by SIGKILL" in told.get(timeout=PATIENCE)
+    assert "rank 1 of the tensor-parallel group was ended by SIGKILL" in news.get(timeout=PATIENCE)
     go_on.set()
     engine._thread.join(PATIENCE)
 

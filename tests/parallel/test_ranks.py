@@ -85,13 +85,13 @@ def same(shared, alone, sampling, drafts=None):
     return actual == expected
 
 
-@pytest.mark.parametrize("asked", spread(SHAPED, 8), ids=lambda asked: " ".join(asked) or "plain")
-def test_every_parameter_decides_the_same(alone, shared, asked):
+@pytest.mark.parametrize("parameters", spread(SHAPED, 8), ids=lambda one: " ".join(one) or "plain")
+def test_every_parameter_decides_the_same(alone, shared, parameters):
     """Each with a temperature, unless it is greedy."""
-    asked = {k: v for k, v in asked.items() if k != "logit_bias"} | (
-        {"logit_bias": ((9, 4.0), (5, -100.0), (300, 7.25))} if "logit_bias" in asked else {}
+    parameters = {k: v for k, v in parameters.items() if k != "logit_bias"} | (
+        {"logit_bias": ((9, 4.0), (5, -100.0), (300, 7.25))} if "logit_bias" in parameters else {}
     )
-    sampling = Sampling(**asked)
+    sampling = Sampling(**parameters)
     assert same(shared, alone, sampling)
 
 
@@ -101,10 +101,10 @@ def test_log_probabilities_are_made_of_parts(alone, shared, temperature):
     assert same(shared, alone, sampling)
 
 
-@pytest.mark.parametrize("asked", [{"temperature": 0.0}, {"temperature": 0.9}, {"top_k": 3}])
-def test_trees_are_verified_the_same(alone, shared, asked):
+@pytest.mark.parametrize("parameters", [{"temperature": 0.0}, {"temperature": 0.9}, {"top_k": 3}])
+def test_trees_are_verified_the_same(alone, shared, parameters):
     """What is accepted is copied into pages on every rank: later tokens see it."""
-    sampling = Sampling(**asked)
+    sampling = Sampling(**parameters)
     plain, _ = texts(alone, sampling)
     assert same(shared, alone, sampling, [*plain, plain[0], plain[0]])
 

@@ -77,16 +77,16 @@ def test_rounds_move_states_on_every_rank(folder, monkeypatch, algorithm, page, 
     little = {"page_size": page, "kv_tokens": 56, "context": 56}
     with closing(open_target(config(folder, **little))) as one:
         expected, _ = texts(one, OFF, ROUNDS)
-    told = Counter()
+    sent = Counter()
     settings = config(folder, tp_size=2, overlap=True, **little)
-    with captured(told, settings) as (target, _):
-        told.clear()
+    with captured(sent, settings) as (target, _):
+        sent.clear()
         behind.clear()
         changes = {"speculative_algorithm": algorithm, "overlap": overlap}
         for _ in range(2):
             actual, stats = texts(target, changes, ROUNDS, expected)
             assert actual == expected
-        assert told["round"] >= (10 if algorithm == "OFF" else 5) and any(behind)
+        assert sent["round"] >= (10 if algorithm == "OFF" else 5) and any(behind)
         assert stats.accepted > 10 or algorithm == "OFF"
         target.executor.states.book.check()
 

@@ -47,9 +47,9 @@ def test_a_rank_that_is_gone_ends_the_server(server, sent):
     os.kill(pid, sent)
     for thread in threads:
         thread.join(PATIENCE)
-    told = [e for e in heard if any("rank 1 of the tensor-parallel group was" in x for x in e)]
-    ended = [e for e in heard if e not in told and any('"length"' in x for x in e)]
-    assert told and len(told) + len(ended) == len(heard)
+    failed = [e for e in heard if any("rank 1 of the tensor-parallel group was" in x for x in e)]
+    ended = [e for e in heard if e not in failed and any('"length"' in x for x in e)]
+    assert failed and len(failed) + len(ended) == len(heard)
     assert server.ends() == 6
     assert over(pid)
     last = server.logged().strip().splitlines()[-1]

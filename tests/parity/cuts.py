@@ -8,14 +8,14 @@ import torch
 from forerun.executors.torch.shaping import STOP, Shaping, shaped
 
 
-def shaping_of(asked, nodes, vocab, device="cpu", edits=True):
+def shaping_of(settings, nodes, vocab, device="cpu", edits=True):
     """Rows that ask for (temperature, min_p, top_k, top_p); with edits, for penalties, biases and
     early stop tokens too, of chains.
     """
-    temperatures, min_p, top_k, top_p = zip(*asked, strict=True)
+    temperatures, min_p, top_k, top_p = zip(*settings, strict=True)
     halves = np.array(top_p, np.float64).view(np.int32).reshape(-1, 2)
     least = [np.log(value) if value > 0 else -np.inf for value in min_p]
-    rows, random = len(asked), np.random.default_rng(vocab)
+    rows, random = len(settings), np.random.default_rng(vocab)
     ones = np.ones(rows, np.float32)
     penalties = [random.uniform(*ends, rows) * edits for ends in ((-0.2, 0.5), (0, 1), (0, 1))]
     rules = {
@@ -59,13 +59,13 @@ def mixed(vocab):
     return [*result, (1.3, 0.02, min(50, vocab), 0.9), (1.0, 0.02, vocab, 0.95)]
 
 
-def lost(logits, asked, shaping, kept):
+def lost(logits, settings, shaping, kept):
     """float64[R,N]: the mass, among what the twin keeps, of tokens that were cut otherwise. None
     may be where top_p does not cut.
     """
     expected = shaped(logits, shaping, None)
     differ = kept != expected
-    exact = torch.tensor([row[0] == 0 or row[3] == 1.0 for row in asked], device=logits.device)
+    exact = torch.tensor([row[0] == 0 or row[3] == 1.0 for row in settings], device=logits.device)
     assert not differ[exact].any()
     # What both keep is the same.
     assert (torch.isinf(kept) | torch.isinf(expected))[differ].all()

@@ -10,7 +10,7 @@ Prints JSON. A process of its own: in the tests' process the kernels' modules ar
     late        binaries that the load asked for beyond these
     captures    captures that the load caused
     rounds, eager  steps of the load that were rounds, and that were not
-    told        what start-up told last of its captures
+    captured    the last progress that start-up reported of its captures
 """
 
 import argparse
@@ -80,10 +80,10 @@ def opened():
 def load(made, steps):
     """Sizes of a mixed load's steps, and rows' prompts, by how many steps had them."""
     random, sizes = np.random.default_rng(0), Counter()
-    asked = [Sampling(**shaped) for shaped in SHAPED]
-    asked += [Sampling(temperature=0.0, logprobs=count) for count in (0, 3, 20)]
+    samplings = [Sampling(**shaped) for shaped in SHAPED]
+    samplings += [Sampling(temperature=0.0, logprobs=count) for count in (0, 3, 20)]
     for slot in range(LIMITS.slots):
-        sampling = asked[slot % len(asked)] if slot % 2 else Sampling(temperature=0.0)
+        sampling = samplings[slot % len(samplings)] if slot % 2 else Sampling(temperature=0.0)
         made.open(SlotInit(slot, TokenText([0, 0, 0]), 3, sampling))
     for _ in range(steps):
         slots = random.permutation(LIMITS.slots)[: random.integers(1, LIMITS.slots + 1)]
@@ -107,12 +107,12 @@ def main():
     parser.add_argument("--steps", type=int, default=10_000)
     arguments = parser.parse_args()
     driver.set_active(Target())
-    keys, told = [], {}
+    keys, facts = [], {}
     JITFunction._do_compile = recorded(keys)
     JITFunction.run = compile_ahead._compiling(JITFunction.run)
     with compile_ahead._Zeros():
         made = opened()
-        made.warm_up(DRAFT, lambda what, *news: told.__setitem__(what, news))
+        made.warm_up(DRAFT, lambda what, *news: facts.__setitem__(what, news))
         runner = made.rounds.runner
         ready, declared, tape = set(runner.programs.captured), len(keys), runner._records
         captures, sizes = tape.captures, load(made, arguments.steps)
@@ -126,13 +126,13 @@ def main():
     json.dump(
         {
             "ready": len(ready),
-            "asked": len({size for size, _ in sizes}),
+            "wanted": len({size for size, _ in sizes}),
             "declared": Counter(name for name, _ in keys[:declared]),
             "late": keys[declared:],
             "captures": tape.captures - captures,
             "rounds": rounds,
             "eager": arguments.steps - rounds,
-            "told": told["preparing step sizes"],
+            "captured": facts["preparing step sizes"],
         },
         sys.stdout,
     )

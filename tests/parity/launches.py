@@ -197,25 +197,25 @@ CACHES = {
 class Launched:
     """Stands for a Triton kernel."""
 
-    def __init__(self, name, told):
-        self._name, self._told = name, told
+    def __init__(self, name, record):
+        self._name, self._record = name, record
 
     def __getitem__(self, grid):
         def launch(*args, **kwargs):
             assert math.prod(grid), "a grid without a program"
-            self._told(self._name, args)
+            self._record(self._name, args)
 
         return launch
 
 
 @contextmanager
-def counted_kernels(told):
+def counted_kernels(record):
     """Our kernels tell their name and arguments instead of running."""
     with ExitStack() as stack:
         for module in modules():
             for name, value in list(vars(module).items()):
                 if type(value).__name__ in ("JITFunction", "InterpretedFunction"):
-                    stack.enter_context(patch.object(module, name, Launched(name, told)))
+                    stack.enter_context(patch.object(module, name, Launched(name, record)))
         yield
 
 
@@ -369,10 +369,10 @@ def count(setting: Setting, size: Size, rows: int = 0) -> Launches:
     if setting.carries:
         runner.staging(size)
 
-    def told(name, args):
+    def record(name, args):
         mode.launched(name, args, (rows or size.rows) * BEHIND)
 
-    with counted_kernels(told), torch.no_grad():
+    with counted_kernels(record), torch.no_grad():
         # What is made when a size first comes up is none of a replay's.
         runner.work(size)
         mode.clear()

@@ -67,15 +67,15 @@ def test_texts_are_those_of_merged_weights(world, kind):
     executor.adapt(adapters)
     random = np.random.default_rng(3)
     texts = [random.integers(8, 250, n).astype(np.int32) for n in (70, 5)]
-    asked = [
+    requests = [
         replace(ask(f"{t}{a}", text, 12, stop_tokens=()), adapter=a)
         for t, text in enumerate(texts)
         for a in (-1, 0, 1)
     ]
     vectors = [replace(embed(f"v{a}", b"some words"), adapter=a) for a in (-1, 0, 1)]
-    together = run(engine_on(executor, adapters, 0), *asked, *vectors, check=False)
-    drafted = run(engine_on(executor, adapters, 4), *asked, *vectors, check=False)
-    for number, one in enumerate(asked):
+    together = run(engine_on(executor, adapters, 0), *requests, *vectors, check=False)
+    drafted = run(engine_on(executor, adapters, 4), *requests, *vectors, check=False)
+    for number, one in enumerate(requests):
         hf = models[one.adapter + 1]
         tokens = together.tokens(one.id)
         assert tokens == drafted.tokens(one.id)
@@ -101,10 +101,10 @@ def test_quantised_weights_and_their_adapters_read_the_same_numbers(world):
     checkpoint, adapters, models = world
     executor = AdaptedCpuExecutor(checkpoint, LIMITS, 2, dtype="q8_0")
     executor.adapt(adapters)
-    asked = [replace(embed(f"v{a}", b"some words that are read"), adapter=a) for a in (-1, 0, 1)]
+    requests = [replace(embed(f"v{a}", b"some words that are read"), adapter=a) for a in (-1, 0, 1)]
     more = replace(ask("text", "Hello", 20), adapter=1)
-    together = run(engine_on(executor, adapters, 4), *asked, more, check=False)
-    for one in asked:
+    together = run(engine_on(executor, adapters, 4), *requests, more, check=False)
+    for one in requests:
         alone = run(engine_on(executor, adapters, 0), one, check=False)
         assert vector(alone, one.id).tobytes() == vector(together, one.id).tobytes()
         with torch.inference_mode():
@@ -182,10 +182,10 @@ def test_layers_of_every_kind_run_what_peft_runs(of_family, kind):
     executor = kind(checkpoint, replace(LIMITS, checkpoints=8))
     executor.adapt((adapter,))
     text = np.random.default_rng(3).integers(8, 250, 20).astype(np.int32)
-    asked = [replace(ask(f"{a}", text, 8, stop_tokens=()), adapter=a) for a in (-1, 0)]
-    together = run(engine_on(executor, (adapter,), 0), *asked, check=False)
-    drafted = run(engine_on(executor, (adapter,), 4), *asked, check=False)
-    for one in asked:
+    requests = [replace(ask(f"{a}", text, 8, stop_tokens=()), adapter=a) for a in (-1, 0)]
+    together = run(engine_on(executor, (adapter,), 0), *requests, check=False)
+    drafted = run(engine_on(executor, (adapter,), 4), *requests, check=False)
+    for one in requests:
         tokens = together.tokens(one.id)
         assert tokens == drafted.tokens(one.id)
         ids = torch.from_numpy(np.concatenate([text, tokens[:-1]]).astype(np.int64))[None]

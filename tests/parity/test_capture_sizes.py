@@ -73,12 +73,12 @@ def test_every_step_runs_as_a_declared_size(draft, slots):
     random, covered = np.random.default_rng(0), {}
     assert len(most) == slots
     for _ in range(1_000):
-        asked = asked_of(random, draft, slots, most)
-        captured_size = covered[asked] = covered.get(asked) or covering(asked, sizes)
-        assert captured_size is not None, asked
-        assert captured_size.rows >= asked.rows and captured_size.nodes >= asked.nodes
-        assert captured_size.levels >= asked.levels
-        assert captured_size[4:] >= asked[4:]
+        size = asked_of(random, draft, slots, most)
+        captured_size = covered[size] = covered.get(size) or covering(size, sizes)
+        assert captured_size is not None, size
+        assert captured_size.rows >= size.rows and captured_size.nodes >= size.nodes
+        assert captured_size.levels >= size.levels
+        assert captured_size[4:] >= size[4:]
 
 
 @pytest.mark.parametrize("draft", [NGRAM, LONG])
@@ -92,11 +92,11 @@ def test_steps_with_no_wishes_are_hardly_padded(draft):
     for rows in range(1, 65):
         for nodes in counts:
             levels = 0 if draft is NGRAM else depth[nodes]
-            asked = Size(rows, nodes, levels, int(levels > 0))
+            size = Size(rows, nodes, levels, int(levels > 0))
             if padded_rows(rows) * nodes > 512:
                 continue
-            captured_size = covering(asked, sizes)
-            assert captured_size.total <= max(8 * 9, MOST_PADDING**2 * asked.total)
+            captured_size = covering(size, sizes)
+            assert captured_size.total <= max(8 * 9, MOST_PADDING**2 * size.total)
             assert captured_size.levels == levels
             if rows > 8:
                 assert captured_size.rows <= MOST_PADDING * rows
@@ -162,9 +162,9 @@ def test_whoever_asks_for_less_runs_along():
     captured = declared(limits(64), DraftShape(nodes=2, width=1, depth=2))
     for size in captured:
         assert covering(size, captured) == size
-    edited, told = Size(4, 2, 1, 1, shaping=1), Size(3, 1, reports=1)
+    edited, reported = Size(4, 2, 1, 1, shaping=1), Size(3, 1, reports=1)
     assert covering(edited, captured) == edited._replace(shaping=CUT)
-    assert covering(told, captured) == Size(4, 1, shaping=CUT, masked=1, reports=20)
+    assert covering(reported, captured) == Size(4, 1, shaping=CUT, masked=1, reports=20)
     # Trees are grown as deep as they are asked for or deeper, and as wide.
     assert covering(Size(1, 1, 1, 1), captured) == Size(1, 2, 1, 1)
     assert covering(Size(1, 1, 3, 1), captured) is None

@@ -36,8 +36,8 @@ def test_mixed_steps_compile_and_capture_nothing():
     assert report["late"] == [] and report["captures"] == 0
     assert report["declared"] == BINARIES
     assert report["rounds"] + report["eager"] == STEPS < 12 * report["rounds"] / 10
-    assert report["told"] == [report["ready"]] * 2
-    assert 30 < report["asked"] <= report["ready"] + 1 and report["ready"] <= 50
+    assert report["captured"] == [report["ready"]] * 2
+    assert 30 < report["wanted"] <= report["ready"] + 1 and report["ready"] <= 50
 
 
 class Compiler:
@@ -65,7 +65,7 @@ class Compiler:
 
 
 def test_binaries_are_compiled_together_and_once(monkeypatch):
-    compiler, told = Compiler({}), []
+    compiler, progress = Compiler({}), []
     kernel = compiling.triton_layers._norm
     monkeypatch.setattr(compiling, "cores", lambda: 2)
 
@@ -79,9 +79,9 @@ def test_binaries_are_compiled_together_and_once(monkeypatch):
             kernel[1,](number)
         assert compiling.torch.empty(1000).count_nonzero() == 0
 
-    compiling.compile_ahead(work, lambda *news: told.append(news))
+    compiling.compile_ahead(work, lambda *news: progress.append(news))
     assert sorted(compiler.made) == [(1,), (2,), (3,), (4,)] and not compiler.launched
-    assert told == [(done, 4) for done in (1, 2, 3, 4)]
+    assert progress == [(done, 4) for done in (1, 2, 3, 4)]
     assert compiler.keys[kernel] == {(n,): (n,) for n in (1, 2, 3, 4)}
     kernel[1,](1)
     assert compiler.launched == [(1,)]

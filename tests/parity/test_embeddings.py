@@ -34,8 +34,8 @@ def test_the_same_as_transformers_and_alone(checkpoint, quickly, kind, family):
     executor = kind(source, limits)
     random = np.random.default_rng(3)
     texts = [random.integers(8, 250, n).astype(np.uint8).tobytes() for n in LENGTHS]
-    asked = [embed(f"{p}{i}", text, p) for p in ("mean", "last") for i, text in enumerate(texts)]
-    ear = run(make(executor=executor), *asked, ask("text", "Hello"), check=False)
+    requests = [embed(f"{p}{i}", text, p) for p in ("mean", "last") for i, text in enumerate(texts)]
+    ear = run(make(executor=executor), *requests, ask("text", "Hello"), check=False)
     hf = tiny.reference(source)
     for i, text in enumerate(texts):
         with torch.inference_mode():
@@ -43,7 +43,7 @@ def test_the_same_as_transformers_and_alone(checkpoint, quickly, kind, family):
             states = hf.model(ids).last_hidden_state[0].double().numpy()
         np.testing.assert_allclose(vector(ear, f"mean{i}"), states.mean(0), atol=1e-4)
         np.testing.assert_allclose(vector(ear, f"last{i}"), states[-1], atol=1e-4)
-    for one in asked[2::3]:
+    for one in requests[2::3]:
         alone = vector(run(make(executor=executor), one, check=False), one.id)
         if kind is JaxExecutor:
             np.testing.assert_allclose(alone, vector(ear, one.id), atol=1e-5)

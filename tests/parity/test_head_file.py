@@ -148,7 +148,7 @@ def test_what_does_not_run_is_named(dense, tmp_path, metadata, extra, words):
 def test_it_drafts_what_its_folder_drafts(dense, folder, tmp_path, speculation):
     twin = Twin(dense, tmp_path / "head", {})
     path = in_gguf(twin.draft, tmp_path / "head.gguf")
-    told = []
+    texts = []
     for place in (twin.folder, path):
         twin.folder = place
         config = opened_config(folder, twin, speculative_algorithm=speculation)
@@ -157,6 +157,6 @@ def test_it_drafts_what_its_folder_drafts(dense, folder, tmp_path, speculation):
             done = serve(target, [[5, 6, 7], [9, 8, 9]], target.config.speculative_algorithm)
         finally:
             target.close()
-        told.append([(one.tokens, one.stats) for one in done])
-    assert told[0] == told[1]
-    assert all(stats.draft_tokens > 0 for _, stats in told[0])
+        texts.append([(one.tokens, one.stats) for one in done])
+    assert texts[0] == texts[1]
+    assert all(stats.draft_tokens > 0 for _, stats in texts[0])

@@ -60,8 +60,8 @@ def begun(checkpoint, folder, pads, tell=lambda *_: None):
 def warm(checkpoint, compiled, quickly, pads):
     """Everything compiled at start-up."""
     seen = []
-    made = begun(checkpoint, compiled, pads, lambda *told: seen.append(told))
-    made.told, made.first = seen, made.programs.compiled
+    made = begun(checkpoint, compiled, pads, lambda *progress: seen.append(progress))
+    made.progress, made.first = seen, made.programs.compiled
     made.warm_up_rest()
     made.programs.wait()
     return made
@@ -89,7 +89,7 @@ def compilations():
 def test_start_up_compiles_what_any_text_needs_and_the_rest_afterwards(warm, pads):
     rows = 1 if pads else 2
     keys, first = warm.programs.keys, set(warm.first)
-    assert [news[1:] for news in warm.told] == [(n, len(first)) for n in range(len(first) + 1)]
+    assert [news[1:] for news in warm.progress] == [(n, len(first)) for n in range(len(first) + 1)]
     assert len(first) == 1 + 2 and {key.kind for key in first} == {"chunk", "round"}
     assert {key.size.rows for key in first} == {1, warm.buckets.rows[0]}
     assert set(warm.programs.compiled) == set(keys)
@@ -264,8 +264,8 @@ def test_so_is_one_with_parameters_reports_and_masks(warm, prompt, copied, masks
         for _ in range(5):
             rows = [Row(0, draft=chain_draft([5, 6])), Row(1), Row(2), Row(3)]
             outcome = driver.step(rows, masks_of).outcome
-            told = [[len(entry.top) for entry in told] for told in outcome.logprobs]
-            assert told == [[], *([n] * outcome.n_tokens[n] for n in (1, 2, 3))]
+            tops = [[len(entry.top) for entry in tops] for tops in outcome.logprobs]
+            assert tops == [[], *([n] * outcome.n_tokens[n] for n in (1, 2, 3))]
     assert warm.programs.dispatches == before + 5
     assert copied == [4 * 4 * 4 * (1 + line_size(tiny.VOCAB))] * 5
 

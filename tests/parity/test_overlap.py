@@ -131,7 +131,7 @@ def trees(monkeypatch):
     return seen
 
 
-def asked(texts, temperature, lengths=(22, 12, 17)):
+def requests_for(texts, temperature, lengths=(22, 12, 17)):
     some = zip(texts, lengths, strict=False)
     return wanted([text[:12] for text, _ in some], lengths[: len(texts)], temperature)
 
@@ -154,7 +154,7 @@ def test_texts_and_trees_are_those_without_overlap(
     devices, learned, trees, device, shape, temperature
 ):
     target, judge, *_ = devices(device)
-    requests = asked(learned[1][: 3 if device == "torch" else 2], temperature)
+    requests = requests_for(learned[1][: 3 if device == "torch" else 2], temperature)
     expected, _ = answered(judge, requests, overlap=False, **shape)
     before = {slot: list(ran) for slot, ran in trees.items()}
     trees.clear()
@@ -212,11 +212,11 @@ def test_requests_that_come_and_go(devices, learned, device, shape, pause):
     expected, _ = answered(judge, requests, pause, overlap=False, **shape)
     texts, stats = answered(target, requests, pause, overlap=True, **shape)
     assert tokens(texts) == tokens(expected)
-    told = [
+    logprobs = [
         [(entry.token, [token for token, _ in entry.top]) for entry in reports(heard)[2]]
         for heard in (texts, expected)
     ]
-    assert told[0] == told[1] and [token for token, _ in told[0]] == tokens(texts)[2]
+    assert logprobs[0] == logprobs[1] and [token for token, _ in logprobs[0]] == tokens(texts)[2]
     assert stats.carried > 0.15 * stats.steps
 
 
@@ -271,7 +271,7 @@ def test_what_is_looked_at_first_says_the_same(slow, eager, learned, shape):
 def test_wishes_that_change_from_step_to_step(slow, eager, learned, monkeypatch, width):
     """None at all now and then, and deeper ones than there is room for: looked at first."""
     monkeypatch.setattr(rounds, "LEVELS", 1)
-    requests = asked(learned[1], 0.0, (40, 33, 37))
+    requests = requests_for(learned[1], 0.0, (40, 33, 37))
     expected, _ = answered(eager, requests, overlap=False, **OFF)
     runner = slow[0].executor.rounds.runner
     runner.future = with_room(runner.future.state, 0, 0)  # Room is made anew.
@@ -318,7 +318,7 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(
     """Whether steps had extended it before: all that it missed is kept on the device."""
     target, judge, *_ = devices(device)
     monkeypatch.setattr(build_drafting, "FixedPolicy", lambda *_: Resting(first, again=40))
-    requests = asked(learned[1], 0.0, (60, 60))
+    requests = requests_for(learned[1], 0.0, (60, 60))
     expected, before = answered(judge, requests, overlap=False, **shape)
     texts, stats = answered(target, requests, overlap=True, **shape)
     assert tokens(texts) == tokens(expected)
@@ -329,7 +329,7 @@ def test_a_head_that_rested_drafts_as_if_it_had_not(
 def test_steps_without_draft_tokens_begin_early_too(slow, eager, learned, monkeypatch):
     """And are exactly plain ones: the model does not follow them."""
     monkeypatch.setattr(build_drafting, "FixedPolicy", lambda *_: Resting(8))
-    requests = asked(learned[1], 0.8, (40, 40, 40))
+    requests = requests_for(learned[1], 0.8, (40, 40, 40))
     expected, _ = answered(eager, requests, overlap=False, **OFF)
     wanted, ask = [], ModelDrafter.on_device_draft
 
@@ -370,7 +370,7 @@ def test_the_next_step_is_begun_before_this_one_is_read(devices, learned, monkey
     """In every step but the first round and the last, and two are never read in the wrong order."""
     device = devices("torch")
     events = events_of(device, monkeypatch)
-    requests = asked(learned[1], 0.0, [20])
+    requests = requests_for(learned[1], 0.0, [20])
     _, stats = answered(device.target, requests, overlap=True, **CHAIN)
     names = [name for name, *_ in events]
     first = names.index("begin_after") - 1
@@ -391,7 +391,7 @@ def test_on_xla_too_and_each_is_one_dispatch(devices, learned, monkeypatch, devi
     """
     device, shape = devices(device), ON_XLA if device == "jax" else CHAIN
     events = events_of(device, monkeypatch)
-    answered(device.target, asked(learned[1], 0.8)[:1], overlap=True, **shape)
+    answered(device.target, requests_for(learned[1], 0.8)[:1], overlap=True, **shape)
     names = [name for name, *_ in events]
     first = names.index("begin_after")
     last = len(names) - (3 if names[-2] == "begin" else 1)
@@ -402,20 +402,20 @@ def test_on_xla_too_and_each_is_one_dispatch(devices, learned, monkeypatch, devi
 
 
 def test_without_the_option_nothing_is_carried(slow, eager, learned):
-    requests = asked(learned[1], 0.8)
+    requests = requests_for(learned[1], 0.8)
     texts, stats = answered(slow[0], requests, overlap=False, **CHAIN)
     assert stats.carried == 0
     assert tokens(texts) == tokens(answered(eager, requests, overlap=False, **CHAIN)[0])
 
 
 def test_an_executor_without_rounds_is_looked_at_step_by_step(eager, learned):
-    _, stats = answered(eager, asked(learned[1], 0.0), overlap=True, **CHAIN)
+    _, stats = answered(eager, requests_for(learned[1], 0.0), overlap=True, **CHAIN)
     assert stats.carried == 0
 
 
 def test_stop_tokens_end_where_they_should(slow, eager, learned):
     """The step that runs on when a text has ended is dropped, and its pages are used again."""
-    plain = asked(learned[1], 0.0, [40] * 3)
+    plain = requests_for(learned[1], 0.0, [40] * 3)
     output_tokens = tokens(answered(eager, plain, overlap=False, **OFF)[0])
     requests = [
         replace(request, stopping=replace(request.stopping, stop_tokens=(text[5 + 2 * n],)))
@@ -433,7 +433,7 @@ def test_a_row_that_is_not_finite_ends_alone(slow, learned, monkeypatch):
     target, _ = slow
     rounds_of = target.executor.rounds.runner
     accept = rounds_of.kernels.accept
-    requests = asked(learned[1], 0.0, (30, 30, 30))
+    requests = requests_for(learned[1], 0.0, (30, 30, 30))
     expected = tokens(answered(target, requests, overlap=True, **OFF)[0])
 
     def spoiled(logits, noise, *rest):
@@ -457,12 +457,12 @@ def test_a_row_that_is_not_finite_ends_alone(slow, learned, monkeypatch):
 
 def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
     """The head and overlap come before the captures: neither voids them afterwards."""
-    tape, told = Tape(), []
+    tape, progress = Tape(), []
     on_tape(monkeypatch, tape)
     shape = drafting(2, 2, 1, "EAGLE")
     small = {"chunked_prefill_size": 32, "context": 128, "max_sequences": 2, "overlap": True}
     config = opened_config(folder, learned[0], **small, **shape)
-    with closing(open_target(config, lambda *news: told.append(news))) as target:
+    with closing(open_target(config, lambda *news: progress.append(news))) as target:
         ready = set(target.executor.describe()["captured"])
         sizes = declared(target.executor.limits, DraftShape(nodes=2, width=1, depth=2))
         assert ready == set(sizes)
@@ -472,9 +472,9 @@ def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
             for rows in (1, 2)
             for rest in ((1, 0, 0), (3, 0, 0), (2, 1, 1), (3, 2, 1))
         }
-        last = [news for news in told if news[0] == "preparing step sizes"][-1]
+        last = [news for news in progress if news[0] == "preparing step sizes"][-1]
         assert last[1:] == (len(sizes), len(sizes))
-        _, stats = answered(target, asked(learned[1], 0.0, (30, 17)), overlap=True)
+        _, stats = answered(target, requests_for(learned[1], 0.0, (30, 17)), overlap=True)
         assert stats.carried > 5
         captured = target.executor.describe()["captured"]
         assert ready == set(captured)
@@ -499,11 +499,11 @@ def test_the_walk_through_rounds_is_counted(slow, learned, capsys, monkeypatch):
     """
     target, _ = slow
     engine = make_engine(target, replace(target.config, overlap=True, **CHAIN))
-    engine.submit(asked(learned[1], 0.0, [30])[0], lambda news: None)
+    engine.submit(requests_for(learned[1], 0.0, [30])[0], lambda news: None)
     while engine.step_once():
         pass
     news = []
-    engine.submit(asked(learned[1], 0.0, [30])[0], news.append)
+    engine.submit(requests_for(learned[1], 0.0, [30])[0], news.append)
     for _ in range(3):  # The prompt, and the first steps of the slot.
         engine.step_once()
     before = engine.stats().carried

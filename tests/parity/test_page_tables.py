@@ -143,12 +143,12 @@ def device(folder, learned):
     shape = {"chunked_prefill_size": 128, "context": 128, "page_size": 4, "kv_tokens": 128}
     with pytest.MonkeyPatch.context() as patch:
 
-        def told(self, buffers, slots, table):
+        def send_recorded(self, buffers, slots, table):
             more = send(self, buffers, slots, table)
             tape.sent(self, table, more)
             return more
 
-        patch.setattr(PageTables, "send", told)
+        patch.setattr(PageTables, "send", send_recorded)
         target = taped(folder, learned[0], tape, True, max_sequences=4, **shape)
         yield target, tape, learned[1]
         target.close()

@@ -113,7 +113,7 @@ PROMPTS = [BEGIN[:9], BEGIN[:1], BEGIN[20:50], BEGIN, BEGIN, np.append(BEGIN[:64
 """Some begin as others do, so that their pages are found again."""
 
 
-def asked(temperature, length=12, prompts=PROMPTS):
+def requests_for(temperature, length=12, prompts=PROMPTS):
     return wanted(prompts, [length + n % 5 for n in range(len(prompts))], temperature)
 
 
@@ -168,7 +168,7 @@ def test_drafts_and_texts_are_those_of_single_passes(
     # One draft token a step: three times the steps, so that as many can be right.
     head = method == "EAGLE"
     prompts = [text[:12] for text in learned[1][:3]] if head else PROMPTS
-    requests = asked(temperature, 36 if shape == "one" else 22 if head else 12, prompts)
+    requests = requests_for(temperature, 36 if shape == "one" else 22 if head else 12, prompts)
     changes = SHAPES[shape]
     (actual, _), drafts, few = noted.during(answered, rounds, requests, 3, **changes)
     less = Counter((*what[:2], round(what[2], 3), what[3]) for what in outcomes)
@@ -278,7 +278,7 @@ def test_a_step_is_one_replay_and_one_wait(targets, learned, seen, method, shape
             for request in of_every_kind(learned[1], temperature, kinds, 20, grammar)
         ]
     else:
-        requests = asked(0.8, 15)[:3]
+        requests = requests_for(0.8, 15)[:3]
     for _ in range(2):
         answered(rounds, requests, 0 if method == "NAIVE" else 3, **changes)  # Captures what runs.
     engine = make_engine(rounds, replace(rounds.config, **changes))
@@ -354,7 +354,7 @@ def test_a_slot_forgets_the_biases_of_the_sequence_before(targets, learned):
 def test_with_overlap(targets, method, shape, page, temperature):
     """The next round begins before this one is read, on what it leaves on the device."""
     rounds, eager, tape = targets(method, page)
-    requests = asked(temperature)
+    requests = requests_for(temperature)
     expected, _ = answered(eager, requests, 3, **SHAPES[shape])
     texts, stats = answered(rounds, requests, 3, overlap=True, **SHAPES[shape])
     assert tokens(texts) == tokens(expected)

@@ -136,11 +136,11 @@ def on_xla(logits, samplings, histories, allowed):
         np.ones(size, bool),
     )
     dispatch = Batch(size, False, tuple(range(ROWS)), (), ())
-    asked = {
+    fields = {
         row: (sampling, edits_of(sampling, history))
         for row, (sampling, history) in enumerate(zip(samplings, histories, strict=True))
     }
-    whole = packed_shaping(dispatch, asked, EDITS, VOCAB)
+    whole = packed_shaping(dispatch, fields, EDITS, VOCAB)
     seeds = np.repeat([[s.seed & 0xFFFFFFFF for s in samplings], [0] * ROWS], NODES, 1)
     lengths = np.repeat([h.output_len for h in histories], NODES)
     sampling = NodeSampling(

@@ -211,15 +211,15 @@ def test_declared_sizes_are_captured_before_the_first_step(pair):
     captured, _, tape = pair
     captured.request_aux_hidden_states((1,))  # What was captured before does not know of it.
     assert captured.describe()["captured"] == []
-    told, seconds = [], captured.describe()["capture_seconds"]
-    captured.warm_up(DraftShape(nodes=3), lambda *news: told.append(news[1:]))
+    progress, seconds = [], captured.describe()["capture_seconds"]
+    captured.warm_up(DraftShape(nodes=3), lambda *news: progress.append(news[1:]))
     sizes = declared(captured.limits, DraftShape(nodes=3))
     assert set(captured.describe()["captured"]) == set(sizes)
     assert {size[:2] for size in sizes if not size.masked} == {
         (rows, nodes) for rows in (1, 2, 4) for nodes in (1, 2, 4)
     }
     assert captured.describe()["capture_seconds"] > seconds
-    assert told == [(0, 0), *((done, len(sizes)) for done in range(len(sizes) + 1))]
+    assert progress == [(0, 0), *((done, len(sizes)) for done in range(len(sizes) + 1))]
     assert captured.limits.row_nodes == (16, 16, 16, 16) and captured.capabilities.padded
     before = tape.captures
     with Driver(captured) as driver:

@@ -152,10 +152,10 @@ def test_ranks_keep_their_parts(made, name):
 
 
 def test_progress_counts_what_is_kept(made):
-    told = []
-    checkpoint = counted(made("awq"), 4, lambda done, total: told.append((done, total)))
+    progress = []
+    checkpoint = counted(made("awq"), 4, lambda done, total: progress.append((done, total)))
     Decoder(checkpoint, CPU, torch.float32, keep=True)
-    assert told[-1][0] == told[-1][1] > 0
+    assert progress[-1][0] == progress[-1][1] > 0
 
 
 def executor(checkpoint, dtype="file", **changes):
@@ -234,12 +234,12 @@ def test_memory_is_counted_as_it_is_kept(made):
         executor(checkpoint, dtype).describe()["weight_bytes"] for dtype in ("file", "float32")
     )
     assert wide - few == saved
-    told = {}
+    needs = {}
     for dtype in ("file", "float32"):
         config = EngineConfig(executor="torch", device="cpu", dtype=dtype)
-        told[dtype] = EXECUTORS["torch"].needs(config, checkpoint.architecture, checkpoint)
-    assert told["float32"].weights - told["file"].weights == saved
-    assert told["file"].fixed > told["float32"].fixed
+        needs[dtype] = EXECUTORS["torch"].needs(config, checkpoint.architecture, checkpoint)
+    assert needs["float32"].weights - needs["file"].weights == saved
+    assert needs["file"].fixed > needs["float32"].fixed
     decoder = executor(checkpoint).decoder
     held = 0
     for block in decoder._blocks:
@@ -274,8 +274,8 @@ def test_on_cuda_files_in_few_bits_stay_what_they_are_unless_a_format_is_said(ma
     cuda = EngineConfig(device="cuda", executor="torch")
     assert choose_executor(cuda, arch, made("awq")).dtype == "file"
     assert choose_executor(cuda, arch, made("awq-16", formats=OTHERS)).dtype == "bfloat16"
-    asked = replace(cuda, dtype="bfloat16")
-    assert choose_executor(asked, arch, made("awq")).dtype == "bfloat16"
+    config = replace(cuda, dtype="bfloat16")
+    assert choose_executor(config, arch, made("awq")).dtype == "bfloat16"
     cpu = replace(cuda, device="cpu")
     assert choose_executor(cpu, arch, made("awq")).dtype == "float32"
     assert choose_executor(replace(cpu, dtype="file"), arch, made("awq")).dtype == "file"

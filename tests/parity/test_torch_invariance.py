@@ -62,18 +62,18 @@ def plain_text(executor, prompt, output, seed, chunk=1):
     return text
 
 
-def plain_texts(executor, asked, output, chunk):
+def plain_texts(executor, prompts, output, chunk):
     """As `plain_text`, of some prompts at once: (prompt, its seed)."""
     samplings = [
-        Sampling(temperature=1.0, seed=seed, prompt_logprobs=0, logprobs=0) for _, seed in asked
+        Sampling(temperature=1.0, seed=seed, prompt_logprobs=0, logprobs=0) for _, seed in prompts
     ]
-    texts = [[] for _ in asked]
-    with Driver(executor, asked[0][1]) as driver:
-        for slot, ((prompt, _), sampling) in enumerate(zip(asked, samplings, strict=True)):
+    texts = [[] for _ in prompts]
+    with Driver(executor, prompts[0][1]) as driver:
+        for slot, ((prompt, _), sampling) in enumerate(zip(prompts, samplings, strict=True)):
             driver.open(slot, prompt, sampling)
         while slots := [
             slot
-            for slot, (prompt, _) in enumerate(asked)
+            for slot, (prompt, _) in enumerate(prompts)
             if driver.sequences[slot].kv_len < len(prompt) + output - 1
         ]:
             result = driver.step([Row(slot, known=chunk) for slot in slots])
@@ -87,7 +87,7 @@ def plain_texts(executor, asked, output, chunk):
                 samplings[slot],
                 torch.stack(texts[slot]),
             )
-            for slot, (prompt, _) in enumerate(asked)
+            for slot, (prompt, _) in enumerate(prompts)
         ]
 
 
@@ -215,8 +215,8 @@ def texts(executors):
 
     def make(family):
         random = np.random.default_rng(1)
-        asked = [(random.integers(0, tiny.VOCAB, n), n) for n in PROMPTS]
-        return plain_texts(executors[family, 16], asked, OUTPUT, 24)
+        prompts = [(random.integers(0, tiny.VOCAB, n), n) for n in PROMPTS]
+        return plain_texts(executors[family, 16], prompts, OUTPUT, 24)
 
     return Made(make)
 

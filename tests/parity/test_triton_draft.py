@@ -170,9 +170,9 @@ def test_frontiers_are_those_of_plain_torch(shape, roots, passed):
     grown[2] = values.view(torch.int32)
     frontiers = [None, None]
     for level in range(1, levels):
-        asked = rows * (width if level > 1 else 1)
+        count = rows * (width if level > 1 else 1)
         # A slice of something wider, as a model may give it.
-        hidden = torch.randn(asked, passed + 8, generator=random).bfloat16()[:, :passed]
+        hidden = torch.randn(count, passed + 8, generator=random).bfloat16()[:, :passed]
         frontiers = [
             work(grown, size, level, hidden, None if before is None else before.above, roots)
             for work, before in zip((draft.descend, descend), frontiers, strict=True)

@@ -26,17 +26,17 @@ def test_kept_are_the_twins(vocab, scale):
     hardly anything can be kept or left.
     """
     random = np.random.default_rng(vocab)
-    asked = mixed(vocab)
-    asked = asked[:: 4 if vocab == 1 else 2] if vocab < 100 else asked[vocab % 2 :: 2]
+    settings = mixed(vocab)
+    settings = settings[:: 4 if vocab == 1 else 2] if vocab < 100 else settings[vocab % 2 :: 2]
     for ties in (False, True):
-        logits = (random.normal(size=(len(asked), 2, vocab)) * scale).astype(np.float32)
+        logits = (random.normal(size=(len(settings), 2, vocab)) * scale).astype(np.float32)
         if ties:
             logits = np.round(logits)
             logits[:, 0] *= -0.0 if scale == 0.2 else 1.0  # All are one tie, of both zeros.
         logits[:, 1, random.random(vocab) < 0.5] = -np.inf
         logits[:, 1, 0] = 0.5
         logits = torch.from_numpy(logits)
-        shaping = shaping_of(asked, 2, vocab)
+        shaping = shaping_of(settings, 2, vocab)
         assert torch.equal(kernels.cut(logits, shaping), cut(logits, shaping))
 
 
@@ -53,9 +53,9 @@ def test_logits_are_shaped_as_by_the_twin(masked):
     """Of one chunk test_shaped_choices.py holds them to the host's rule always."""
     random = np.random.default_rng(1)
     for vocab in (60, 5000):  # One part, not full; two.
-        asked = mixed(vocab)[::2]
-        logits = random.normal(size=(len(asked), 3, vocab)).astype(np.float32) * 3
-        shaping, allowed = shaping_of(asked, 3, vocab), None
+        settings = mixed(vocab)[::2]
+        logits = random.normal(size=(len(settings), 3, vocab)).astype(np.float32) * 3
+        shaping, allowed = shaping_of(settings, 3, vocab), None
         if masked:
             allowed = random.random(logits.shape) < 0.3
             allowed[..., 0] = True

@@ -201,8 +201,8 @@ def test_a_text_goes_on_where_its_window_is_still_there(windowed, known, kind, p
 def test_long_texts_need_no_more_window_pages(windowed, known):
     """Many windows long, several at once, with pages for one step and two windows alone."""
     executor = windowed("cpu", tokens=1408)
-    asked = [ask(str(n), BASE[n : 390 + n], 60) for n in range(3)]
-    assert answered(engine_on(executor), executor, known("cpu"), *asked) == [0, 0, 0]
+    requests = [ask(str(n), BASE[n : 390 + n], 60) for n in range(3)]
+    assert answered(engine_on(executor), executor, known("cpu"), *requests) == [0, 0, 0]
     assert executor.limits.window_pages < 3 * (450 // 16)
 
 
@@ -392,11 +392,11 @@ def grown(executor, source, known, overlap):
     drafter, options = ModelDrafter(model, executor.limits, shape), EngineOptions(overlap=overlap)
     engine = Engine(executor, drafter, FixedPolicy(6, 3), TOKENIZER, NoGrammars(), options)
     ear = Ear()
-    asked = [ask(str(n), BASE[n : 60 + 30 * n], 53 + 3 * n, seed=n) for n in range(3)]
-    for request in asked:
+    requests = [ask(str(n), BASE[n : 60 + 30 * n], 53 + 3 * n, seed=n) for n in range(3)]
+    for request in requests:
         engine.submit(request, ear)
     finished(engine, executor)
-    assert [[ear.tokens(request.id)] for request in asked] == [known.texts(r) for r in asked]
+    assert [[ear.tokens(request.id)] for request in requests] == [known.texts(r) for r in requests]
     return engine.stats()
 
 

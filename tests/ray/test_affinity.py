@@ -61,18 +61,18 @@ def test_what_is_no_object_belongs_nowhere(text):
 @pytest.mark.parametrize("name", ["prompt", "input", "text", "messages", "input_ids", "contents"])
 def test_every_dialect_has_a_beginning(name):
     value = [7] * 999 if name == "input_ids" else ["word " * 200]
-    asked = json.dumps({name: value if name != "prompt" else "word " * 200}).encode()
-    assert len(affinity_of({}, asked).blocks) > 2
+    request = json.dumps({name: value if name != "prompt" else "word " * 200}).encode()
+    assert len(affinity_of({}, request).blocks) > 2
 
 
 def test_a_long_text_costs_a_bounded_number_of_blocks():
-    asked = json.dumps({"prompt": "x" * (MOST_BLOCKS + 50) * BLOCK}).encode()
-    assert len(affinity_of({}, asked).blocks) == MOST_BLOCKS
+    request = json.dumps({"prompt": "x" * (MOST_BLOCKS + 50) * BLOCK}).encode()
+    assert len(affinity_of({}, request).blocks) == MOST_BLOCKS
 
 
 def test_surrogates_are_text():
-    asked = {"prompt": "\ud800" * 300, "prompt_cache_key": "\udfff", "model": "\ud800"}
-    assert affinity_of({}, json.dumps(asked).encode()).blocks
+    request = {"prompt": "\ud800" * 300, "prompt_cache_key": "\udfff", "model": "\ud800"}
+    assert affinity_of({}, json.dumps(request).encode()).blocks
 
 
 def test_a_client_may_name_the_conversation():
@@ -94,27 +94,28 @@ def test_a_conversation_finds_its_replica_again():
 
 def test_a_busy_replica_sends_others_on_to_the_least_loaded():
     """The bound is 1.5 times the mean: 30 requests on 3 replicas with the new one are 10.33."""
-    router, asked = PrefixAffinity(overload=1.5, weight=0), affinity_of({}, body(user("a" * 600)))
-    router.sent(asked, "r0")
-    assert router.order(asked, loads(15, 8, 7))[0] == "r0"
-    assert router.order(asked, loads(16, 9, 4))[-1] == "r0"
+    router = PrefixAffinity(overload=1.5, weight=0)
+    affinity = affinity_of({}, body(user("a" * 600)))
+    router.sent(affinity, "r0")
+    assert router.order(affinity, loads(15, 8, 7))[0] == "r0"
+    assert router.order(affinity, loads(16, 9, 4))[-1] == "r0"
 
 
 def test_what_is_cached_is_weighed_against_who_waits():
     """Seven blocks are worth one request more at a weight of 4, and not two."""
-    router, asked = PrefixAffinity(overload=9, weight=4), Affinity(tuple(range(7)), 1)
-    router.sent(asked, "r0")
-    assert router.order(asked, loads(3, 2))[0] == "r0"
-    assert router.order(asked, loads(4, 2))[0] == "r1"
+    router, affinity = PrefixAffinity(overload=9, weight=4), Affinity(tuple(range(7)), 1)
+    router.sent(affinity, "r0")
+    assert router.order(affinity, loads(3, 2))[0] == "r0"
+    assert router.order(affinity, loads(4, 2))[0] == "r1"
 
 
 def test_many_conversations_behind_one_system_prompt_are_spread():
     """None of three replicas has more than the bound, however much they share."""
     router, busy, sent = PrefixAffinity(overload=1.5), loads(0, 0, 0), Counter()
     for index in range(300):
-        asked = affinity_of({}, body(user(f"question {index} " * 100)))
-        place = router.order(asked, busy)[0]
-        router.sent(asked, place)
+        affinity = affinity_of({}, body(user(f"question {index} " * 100)))
+        place = router.order(affinity, busy)[0]
+        router.sent(affinity, place)
         busy[place] += 1
         sent[place] += 1
     assert len(sent) == 3
@@ -124,11 +125,11 @@ def test_many_conversations_behind_one_system_prompt_are_spread():
 def test_routers_that_know_nothing_of_each_other_agree():
     """A conversation whose first turn another router has sent goes where that one sent it."""
     for index in range(50):
-        asked = Affinity((index, index + 1000), conversation=index)
+        affinity = Affinity((index, index + 1000), conversation=index)
         one, two = PrefixAffinity(), PrefixAffinity()
-        place = one.order(asked, loads(2, 2, 2, 2))[0]
-        one.sent(asked, place)
-        later = Affinity((*asked.blocks, index + 2000), conversation=index)
+        place = one.order(affinity, loads(2, 2, 2, 2))[0]
+        one.sent(affinity, place)
+        later = Affinity((*affinity.blocks, index + 2000), conversation=index)
         assert two.order(later, loads(2, 2, 2, 2))[0] == one.order(later, loads(2, 2, 2, 2))[0]
 
 
@@ -136,11 +137,11 @@ def test_routers_that_see_other_loads_agree_while_no_replica_is_at_the_bound():
     """Each knows its own requests, and of others' what replicas last said. The bound is 4."""
     places = set()
     for index in range(50):
-        asked = Affinity((index, index + 1000), conversation=index)
-        one = PrefixAffinity().order(asked, loads(3, 2, 3, 2))[0]
-        assert one == PrefixAffinity().order(asked, loads(2, 3, 2, 3))[0]
+        affinity = Affinity((index, index + 1000), conversation=index)
+        one = PrefixAffinity().order(affinity, loads(3, 2, 3, 2))[0]
+        assert one == PrefixAffinity().order(affinity, loads(2, 3, 2, 3))[0]
         places.add(one)
-        assert PrefixAffinity().order(asked, loads(5, 5, 5, 0))[0] == "r3"
+        assert PrefixAffinity().order(affinity, loads(5, 5, 5, 0))[0] == "r3"
     assert len(places) == 4
 
 
@@ -148,18 +149,18 @@ def test_few_conversations_move_when_a_replica_comes():
     """Rendezvous hashing: a fifth of them, all to the new one."""
     router, moved = PrefixAffinity(), 0
     for index in range(500):
-        asked = Affinity((), conversation=index)
-        before, after = (router.order(asked, loads(*[0] * n))[0] for n in (4, 5))
+        affinity = Affinity((), conversation=index)
+        before, after = (router.order(affinity, loads(*[0] * n))[0] for n in (4, 5))
         assert after in (before, "r4")
         moved += after != before
     assert 60 < moved < 140
 
 
 def test_what_a_lost_replica_had_is_forgotten():
-    router, asked = PrefixAffinity(), affinity_of({}, body(user("a" * 600)))
-    router.sent(asked, "r0")
+    router, affinity = PrefixAffinity(), affinity_of({}, body(user("a" * 600)))
+    router.sent(affinity, "r0")
     router.lost("r0")
-    assert not any(router.cached(asked.blocks, loads(0, 0)).values())
+    assert not any(router.cached(affinity.blocks, loads(0, 0)).values())
 
 
 def test_memory_is_bounded():
@@ -171,9 +172,9 @@ def test_memory_is_bounded():
 
 
 def test_a_stored_answer_is_asked_for_where_it_is():
-    asked = Affinity((1, 2), conversation=3, replica="r2")
-    assert PrefixAffinity().order(asked, loads(0, 0, 90))[0] == "r2"
-    assert PrefixAffinity().order(asked, loads(0, 0))[0] in ("r0", "r1")
+    affinity = Affinity((1, 2), conversation=3, replica="r2")
+    assert PrefixAffinity().order(affinity, loads(0, 0, 90))[0] == "r2"
+    assert PrefixAffinity().order(affinity, loads(0, 0))[0] in ("r0", "r1")
 
 
 def test_no_replica_is_no_place():

@@ -11,7 +11,7 @@ from starlette.routing import Route
 from forerun.ray.asgi import Head, HttpRequest, answered
 
 
-def asked(path, method="GET", body=b"", query=b""):
+def request(path, method="GET", body=b"", query=b""):
     return HttpRequest(method, path, query, ((b"host", b"x"), (b"x-a", b"b")), body)
 
 
@@ -34,7 +34,7 @@ async def collected(app, request):
 
 def test_an_answer_is_a_head_and_a_body():
     app = Starlette(routes=[Route("/e", echo, methods=["POST"])])
-    head, *body = asyncio.run(collected(app, asked("/e", "POST", b"hello", b"q=1")))
+    head, *body = asyncio.run(collected(app, request("/e", "POST", b"hello", b"q=1")))
     assert isinstance(head, Head) and head.status == 418
     assert (b"x-made", b"here") in head.headers
     assert head.body == b'{"body":"hello","query":{"q":"1"},"a":"b","method":"POST"}'
@@ -60,7 +60,7 @@ def test_a_stream_comes_piece_by_piece_and_is_told_that_nobody_listens():
         return StreamingResponse(pieces())
 
     async def three_of():
-        parts = answered(Starlette(routes=[Route("/s", endless)]), asked("/s"))
+        parts = answered(Starlette(routes=[Route("/s", endless)]), request("/s"))
         pieces = []
         for _ in range(3):
             pieces.append(await anext(parts))
@@ -83,7 +83,7 @@ def test_pieces_that_nobody_took_yet_are_taken_as_one():
     async def whole(request):
         return StreamingResponse(at_once())
 
-    head, *body = asyncio.run(collected(Starlette(routes=[Route("/w", whole)]), asked("/w")))
+    head, *body = asyncio.run(collected(Starlette(routes=[Route("/w", whole)]), request("/w")))
     assert head.body + b"".join(body) == b"".join(b"%d\n" % index for index in range(100))
     assert len(body) < 10
 
@@ -93,4 +93,4 @@ def test_what_fails_is_raised():
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        asyncio.run(collected(fails, asked("/")))
+        asyncio.run(collected(fails, request("/")))

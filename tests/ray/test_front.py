@@ -36,12 +36,12 @@ def test_a_client_that_goes_first_leaves_no_error_behind():
     async def gone():
         return {"type": "http.disconnect"}
 
-    async def asked():
+    async def run():
         asyncio.get_running_loop().set_exception_handler(lambda _, context: left.append(context))
         head = await front._first(answer, SimpleNamespace(receive=gone))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         return head
 
-    assert asyncio.run(asked()) is None
+    assert asyncio.run(run()) is None
     assert answer.cancelled and not left

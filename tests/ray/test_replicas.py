@@ -42,12 +42,12 @@ def served():
 
 def address(process):
     """What it says with --json when it answers."""
-    told = ""
-    while not told.endswith("}\n"):
+    said = ""
+    while not said.endswith("}\n"):
         line = process.stdout.readline()
         assert line, "it has ended"
-        told += line
-    return json.loads(told)["url"]
+        said += line
+    return json.loads(said)["url"]
 
 
 def free_port():
@@ -55,7 +55,7 @@ def free_port():
         return bound.getsockname()[1]
 
 
-def asked(text, **more):
+def chat_body(text, **more):
     messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
     return {"messages": messages, "temperature": 0, "max_tokens": 24, **more}
 
@@ -79,9 +79,8 @@ def both(client):
 
     def seen():
         for index in range(16):
-            answer = client.post(
-                "/v1/chat/completions", json=asked("Hi", max_tokens=1, prompt_cache_key=str(index))
-            )
+            body = chat_body("Hi", max_tokens=1, prompt_cache_key=str(index))
+            answer = client.post("/v1/chat/completions", json=body)
             if answer.status_code == 200:
                 names.add(answer.headers["x-forerun-replica"])
         return len(names) >= 2
@@ -95,16 +94,16 @@ def test_replicas_say_the_same_and_turns_find_their_prefix(served):
     assert len(both(client)) == 2
     answers, places = set(), set()
     for index in range(8):
-        request = asked(QUESTION, prompt_cache_key=str(index))
+        request = chat_body(QUESTION, prompt_cache_key=str(index))
         answer = client.post("/v1/chat/completions", json=request)
         answers.add(answer.json()["choices"][0]["message"]["content"])
         places.add(answer.headers["x-forerun-replica"])
     assert len(answers) == 1 and places
-    first = client.post("/v1/chat/completions", json=asked(QUESTION + "And a dog."))
-    told = first.json()["choices"][0]["message"]
-    turns = [{"role": "user", "content": QUESTION + "And a dog."}, told]
+    first = client.post("/v1/chat/completions", json=chat_body(QUESTION + "And a dog."))
+    message = first.json()["choices"][0]["message"]
+    turns = [{"role": "user", "content": QUESTION + "And a dog."}, message]
     turns += [{"role": "user", "content": "Go on."}]
-    second = client.post("/v1/chat/completions", json=asked(turns))
+    second = client.post("/v1/chat/completions", json=chat_body(turns))
     assert second.headers["x-forerun-replica"] == first.headers["x-forerun-replica"]
     cached = second.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
     assert cached >= first.json()["usage"]["prompt_tokens"] - 32
@@ -136,7 +135,7 @@ def test_two_fronts_agree(served, second):
         turns, fronts = [], [client, second] if index % 2 else [second, client]
         for number, front in enumerate([*fronts, *fronts]):
             turns.append({"role": "user", "content": f"{text} {number}"})
-            answer = front.post("/v1/chat/completions", json=asked(turns, max_tokens=4))
+            answer = front.post("/v1/chat/completions", json=chat_body(turns, max_tokens=4))
             turns.append(answer.json()["choices"][0]["message"])
             places.setdefault(index, []).append(answer.headers["x-forerun-replica"])
             cached = answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -192,7 +191,7 @@ def test_a_client_that_goes_away_ends_its_request(served, stream):
     client, _ = served
     gone = {"name": "vllm:request_success", "finished_reason": "abort"}
     before = sequences(client, **gone)
-    body = asked(QUESTION, stream=stream, max_tokens=1500, ignore_eos=True)
+    body = chat_body(QUESTION, stream=stream, max_tokens=1500, ignore_eos=True)
     if stream:
         with client.stream("POST", "/v1/chat/completions", json=body) as sent:
             next(sent.iter_lines())
@@ -224,16 +223,16 @@ class Stream(threading.Thread):
 
     def run(self):
         more = {"prompt_cache_key": str(self.index), "stream": True, "max_tokens": 300}
-        body = asked(QUESTION, ignore_eos=True, **more)
+        body = chat_body(QUESTION, ignore_eos=True, **more)
         with self.client.stream("POST", "/v1/chat/completions", json=body) as answer:
             self.replica = answer.headers.get("x-forerun-replica")
             for line in answer.iter_lines():
                 if line == "data: [DONE]":
                     self.done = True
                 elif line.startswith("data: "):
-                    told = json.loads(line[6:])
-                    self.error = self.error or told.get("error")
-                    for choice in told.get("choices", ()):
+                    event = json.loads(line[6:])
+                    self.error = self.error or event.get("error")
+                    for choice in event.get("choices", ()):
                         self.text += choice["delta"].get("content") or ""
                     if len(self.text) > 40:
                         self.begun.set()
@@ -262,7 +261,7 @@ def test_a_killed_replica_loses_its_own_streams_with_an_error_event_each(served)
         else:
             assert stream.done and stream.error is None and stream.text == alone.text
     # What comes next is answered at once, and a new replica takes the dead one's place.
-    assert client.post("/v1/chat/completions", json=asked("Hello")).status_code == 200
+    assert client.post("/v1/chat/completions", json=chat_body("Hello")).status_code == 200
     assert wait_for(lambda: len(both(client) - dead) == 2, PATIENCE)
 
 
@@ -291,8 +290,8 @@ def test_replicas_that_never_become_ready_say_why():
     line = [*LINE, "--port", "0", "--kv-tokens", "9999999999"]
     ended = subprocess.run(line, check=False, capture_output=True, text=True)
     assert ended.returncode == 5
-    told = " ".join(ended.stderr.split())
+    printed = " ".join(ended.stderr.split())
     who = r"forerun: no replica could begin: replica \w+ \(process \d+\): "
-    assert re.search(who + "The model does not fit: weights", told), ended.stderr
+    assert re.search(who + "The model does not fit: weights", printed), ended.stderr
     assert "Traceback" not in ended.stderr
     assert wait_for(lambda: not replica_processes(), PATIENCE)

@@ -16,9 +16,9 @@ def test_words_are_those_of_the_command_line():
 
 
 def test_all_that_is_wrong_is_said_at_once():
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         read({"replicas": "two", "max-sequences": "many", "colour": "red"})
-    assert set(str(told.value).splitlines()) == {
+    assert set(str(raised.value).splitlines()) == {
         "max-sequences takes a whole number, not 'many'.",
         "replicas takes a number, not 'two'.",
         "colour is not an option of replicas, serve or the engine.",

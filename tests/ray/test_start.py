@@ -30,7 +30,7 @@ class Gpus:
 
 
 @pytest.mark.parametrize(
-    ("there", "count", "asked", "says"),
+    ("there", "count", "options", "says"),
     [
         (0, 2, {}, "replicas is 2, and each takes 1 GPU, but torch sees no CUDA device here; "
          "leave --device out to run on the CPU."),
@@ -43,9 +43,9 @@ class Gpus:
          "own, numbered from 0; use --device cuda."),
     ],
 )  # fmt: skip
-def test_more_replicas_than_gpus(monkeypatch, there, count, asked, says):
+def test_more_replicas_than_gpus(monkeypatch, there, count, options, says):
     Gpus(monkeypatch, there)
-    config = EngineConfig(**{"model": "target", "device": "cuda"} | asked)
+    config = EngineConfig(**{"model": "target", "device": "cuda"} | options)
     with pytest.raises(ConfigError, match=re.escape(says) + "$"):
         local.run(config, ServeSettings(port=0), count, None)
 

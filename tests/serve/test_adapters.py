@@ -90,10 +90,10 @@ def test_a_request_names_an_adapter_beside_its_model(client, route, body, key):
 
 
 def test_texts_of_one_request_share_an_adapter(client):
-    asked = {"text": ["Hello", "Hello"], "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
-    one, two = client.post("/generate", json={**asked, "lora_path": ["a", "a"]}).json()
+    body = {"text": ["Hello", "Hello"], "sampling_params": {"temperature": 0, "max_new_tokens": 4}}
+    one, two = client.post("/generate", json={**body, "lora_path": ["a", "a"]}).json()
     assert one["text"] == two["text"]
-    assert client.post("/generate", json={**asked, "lora_path": ["a", "b"]}).status_code == 400
+    assert client.post("/generate", json={**body, "lora_path": ["a", "b"]}).status_code == 400
 
 
 def test_a_program_and_a_command_answer_with_an_adapter(client, folders, capsys):

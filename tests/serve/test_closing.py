@@ -90,9 +90,9 @@ def wrapped(strict):
     ],
 )  # fmt: skip
 def test_what_a_request_and_a_server_ask_for(body, server, shut):
-    asked = read(ChatBody, {"messages": [{"role": "user", "content": "Hi"}]} | body)
+    parsed = read(ChatBody, {"messages": [{"role": "user", "content": "Hi"}]} | body)
     with toy_loaded() as loaded:
-        rules = dialogue(asked, loaded, ServeSettings(additional_properties=server)).rules
+        rules = dialogue(parsed, loaded, ServeSettings(additional_properties=server)).rules
     assert json.loads(rules.grammar.source) == (SHUT if shut else NAMED)
 
 
@@ -115,8 +115,8 @@ def test_tools(strict, server, shut):
 
 def test_it_is_for_json_only():
     with toy_client() as client:
-        asked = {"regex": "a", "disable_additional_properties": True}
-        body = {"prompt": "Hi", "structured_outputs": asked}
+        fields = {"regex": "a", "disable_additional_properties": True}
+        body = {"prompt": "Hi", "structured_outputs": fields}
         error = client.post("/v1/completions", json=body).json()["error"]
         assert error["param"] == "structured_outputs.disable_additional_properties"
 

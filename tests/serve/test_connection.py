@@ -109,19 +109,19 @@ def test_who_never_asks_is_let_go():
 
 
 async def echo(scope, receive, send):
-    """Answers with what it was asked, without saying how long that is."""
+    """Answer with the request itself, chunked."""
     body, more = b"", True
     while more:
         message = await receive()
         body, more = body + message.get("body", b""), message.get("more_body", False)
     names = sorted({name.decode(): value.decode() for name, value in scope["headers"]}.items())
-    asked = [scope["path"], scope["query_string"].decode(), names, body.decode()]
+    seen = [scope["path"], scope["query_string"].decode(), names, body.decode()]
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": json.dumps(asked).encode()})
+    await send({"type": "http.response.body", "body": json.dumps(seen).encode()})
 
 
-def asked(data, until=b"0\r\n\r\n", times=1):
-    """What `echo` says it was asked by these bytes."""
+def echoed(data, until=b"0\r\n\r\n", times=1):
+    """Return the requests that `echo` reads from these bytes."""
 
     async def one(reader, writer):
         writer.write(data)
@@ -171,7 +171,7 @@ def test_chunks_of_one_byte_are_read_in_turns():
 
 
 def test_a_body_in_chunks_of_one_byte_arrives():
-    assert asked(CHUNKED + b"1\r\nx\r\n" * 50_000 + b"0\r\n\r\n")[0][3] == "x" * 50_000
+    assert echoed(CHUNKED + b"1\r\nx\r\n" * 50_000 + b"0\r\n\r\n")[0][3] == "x" * 50_000
 
 
 @pytest.mark.parametrize(
@@ -197,27 +197,27 @@ def test_what_is_refused_ends_the_connection(data):
 
 
 def test_a_target_with_scheme_and_host():
-    answer = asked(b"GET http://real:80/a/b?c=d HTTP/1.1\r\nHost: other\r\n\r\n")
+    answer = echoed(b"GET http://real:80/a/b?c=d HTTP/1.1\r\nHost: other\r\n\r\n")
     assert answer == [["/a/b", "c=d", [["host", "real:80"]], ""]]
-    assert asked(b"GET http://real HTTP/1.1\r\nHost: other\r\n\r\n")[0][0] == "/"
+    assert echoed(b"GET http://real HTTP/1.1\r\nHost: other\r\n\r\n")[0][0] == "/"
 
 
 def test_what_stands_behind_a_body_is_no_header():
     data = CHUNKED + b"2\r\nab\r\n0\r\nauthorization: x\r\n\r\n"
-    assert asked(data) == [["/a", "", [["host", "x"], ["transfer-encoding", "chunked"]], "ab"]]
+    assert echoed(data) == [["/a", "", [["host", "x"], ["transfer-encoding", "chunked"]], "ab"]]
 
 
 def test_requests_in_advance_are_answered_in_order():
     """A few at a time, so that thousands in one read are no thousands of tasks."""
     data = b"".join(b"GET /%d HTTP/1.1\r\nHost: x\r\n\r\n" % number for number in range(3000))
-    assert [one[0] for one in asked(data, times=3000)] == [f"/{number}" for number in range(3000)]
+    assert [one[0] for one in echoed(data, times=3000)] == [f"/{number}" for number in range(3000)]
 
 
 def test_an_upgrade_that_is_not_taken_changes_nothing():
     """As Java's client asks with each request."""
     asks = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: a\r\n"
     data = HEAD + asks + b"Content-Length: 2\r\n\r\nab"
-    answer = asked(data + data + b"GET /c HTTP/1.1\r\nHost: x\r\n" + asks + b"\r\n", times=3)
+    answer = echoed(data + data + b"GET /c HTTP/1.1\r\nHost: x\r\n" + asks + b"\r\n", times=3)
     assert [(one[0], one[3]) for one in answer] == [("/a", "ab"), ("/a", "ab"), ("/c", "")]
 
 

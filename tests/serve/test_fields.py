@@ -79,7 +79,7 @@ def test_the_culprit_is_named():
 
 
 @pytest.mark.parametrize(
-    ("reader", "value", "told"),
+    ("reader", "value", "message"),
     [
         (response_rules, "json", "it must be a JSON object, not the string 'json'."),
         (response_rules, {}, "it.type must be one of text, json_object, json_schema, "),
@@ -91,10 +91,10 @@ def test_the_culprit_is_named():
         (ollama_format, "{", "it is not JSON: "),
     ],
 )
-def test_what_was_sent_is_what_is_shown(reader, value, told):
+def test_what_was_sent_is_what_is_shown(reader, value, message):
     with pytest.raises(RequestError) as caught:
         reader(value, "it")
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
 
 
 READERS = [

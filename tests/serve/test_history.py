@@ -228,8 +228,8 @@ def test_a_last_message_without_text_is_not_continued(client, said):
     answer = client.post("/v1/messages", json=body)
     assert answer.status_code == 200, answer.text
     if isinstance(said, str):
-        asked = client.post("/api/chat", json={**body, "stream": False, "max_tokens": None})
-        assert asked.status_code == 200, asked.text
+        chat = client.post("/api/chat", json={**body, "stream": False, "max_tokens": None})
+        assert chat.status_code == 200, chat.text
     counts = [
         client.post("/v1/messages/count_tokens", json={"messages": messages}).json()["input_tokens"]
         for messages in (body["messages"], [BEFORE])

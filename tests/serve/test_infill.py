@@ -104,9 +104,9 @@ def test_ollama_fills_in_and_says_so(coder):
 
 
 def test_llama_cpp_writes_the_same(coder):
-    asked = {"input_prefix": "a(", "input_suffix": ")z", "temperature": 0, "n_predict": 20}
-    assert coder.post("/infill", json=asked).json()["content"] == expected(IDS)
-    error = coder.post("/infill", json={**asked, "input_prefix": "z" * 1100}).json()["error"]
+    body = {"input_prefix": "a(", "input_suffix": ")z", "temperature": 0, "n_predict": 20}
+    assert coder.post("/infill", json=body).json()["content"] == expected(IDS)
+    error = coder.post("/infill", json={**body, "input_prefix": "z" * 1100}).json()["error"]
     assert error["param"] == "input_prefix" and "with suffix 1105 tokens" in error["message"]
 
 
@@ -176,8 +176,8 @@ def test_defaults_are_shown_under_the_names_of_those_servers():
     with toy_loaded(CONFIG) as loaded:
         info = {**loaded.info, "sampling_defaults": sampling, "parameters": 5}
     with serving(info=info) as client:
-        told = client.post("/api/show", json={"model": "toy"}).json()
+        reply = client.post("/api/show", json={"model": "toy"}).json()
         params = client.get("/props").json()["default_generation_settings"]["params"]
-    assert told["parameters"] == "temperature 0.7\nrepeat_penalty 1.1"
-    assert told["model_info"]["general.parameter_count"] == 5
+    assert reply["parameters"] == "temperature 0.7\nrepeat_penalty 1.1"
+    assert reply["model_info"]["general.parameter_count"] == 5
     assert params["repeat_penalty"] == 1.1 and "repetition_penalty" not in params

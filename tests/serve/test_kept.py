@@ -42,9 +42,9 @@ def test_an_answer_scored_again_as_a_prompt(folder, method):  # noqa: F811
             ids = random.Random(number).choices(range(8, 250), k=20 + 7 * number)
             said = ask(ids, max_tokens=30, return_token_ids=True, ignore_eos=True)
             again = ask([*ids, *said["token_ids"]], max_tokens=1, echo=True)["logprobs"]
-            told = said["logprobs"]
-            assert again["token_logprobs"][len(ids) : -1] == told["token_logprobs"]
-            assert again["top_logprobs"][len(ids) : -1] == told["top_logprobs"]
+            logprobs = said["logprobs"]
+            assert again["token_logprobs"][len(ids) : -1] == logprobs["token_logprobs"]
+            assert again["top_logprobs"][len(ids) : -1] == logprobs["top_logprobs"]
 
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(scored, range(8)))
@@ -54,7 +54,7 @@ def test_scores_that_begin_at_other_places_eight_at_once(client):
     """SGLang's logprob_start_len: each answer is the end of the one that begins at 0."""
     texts = ["".join(random.Random(n).choices("abcdefgh ", k=30 + 11 * n)) for n in range(8)]
 
-    def asked(text, start):
+    def scored(text, start):
         body = {
             "text": text,
             "return_logprob": True,
@@ -67,13 +67,13 @@ def test_scores_that_begin_at_other_places_eight_at_once(client):
         meta = answer.json()["meta_info"]
         return meta["input_token_logprobs"], meta["output_token_logprobs"]
 
-    whole = [asked(text, 0) for text in texts]
+    whole = [scored(text, 0) for text in texts]
     luck = random.Random(7)
     jobs = [(n, luck.choice([-1, 0, 1, len(texts[n]) // 2, len(texts[n]) - 1])) for n in range(8)]
     with ThreadPoolExecutor(8) as pool:
         for _ in range(4):
             luck.shuffle(jobs)
-            results = pool.map(lambda job: asked(texts[job[0]], job[1]), jobs)
+            results = pool.map(lambda job: scored(texts[job[0]], job[1]), jobs)
             for (n, start), (before, behind) in zip(jobs, results, strict=True):
                 assert behind == whole[n][1]
                 assert before == ([] if start < 0 else whole[n][0][start:])

@@ -51,7 +51,7 @@ def logged(capsys):
         logger.setLevel(level)
 
 
-def asked(headers=None):
+def send_requests(headers=None):
     loaded = load(EngineConfig(model="toy"))
     with TestClient(create_app(loaded, ServeSettings()), base_url="http://localhost") as client:
         body = {"prompt": "Hi", "max_tokens": 5, "temperature": 0}
@@ -64,7 +64,7 @@ def asked(headers=None):
 
 def test_lines_are_for_requests_and_refusals_not_for_polls(logged):
     lines = logged("info", "text")
-    asked()
+    send_requests()
     logged_lines = [line.partition(" forerun.serve: ")[2] for line in lines()]
     assert [line.split(" id=")[0] for line in logged_lines if " id=" in line] == [
         "POST /v1/completions 200", "GET /v1/nothing 404", "POST /v1/completions 400",
@@ -76,20 +76,20 @@ def test_lines_are_for_requests_and_refusals_not_for_polls(logged):
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "ending"),
     [
         ({"messages": [{"role": "user", "content": 5}]}, "(invalid_value messages[0])"),
         ({"a b\nforged 200 line": 1, "messages": []}, "(invalid_value)"),
         ({"messages": [{"role": "user", "content": "Hi", "secret": 1}]}, "(invalid_value)"),
     ],
 )
-def test_the_field_of_a_refusal_is_named_as_far_as_it_is_ours(logged, body, told):
+def test_the_field_of_a_refusal_is_named_as_far_as_it_is_ours(logged, body, ending):
     lines = logged("info", "text")
     loaded = load(EngineConfig(model="toy"))
     with TestClient(create_app(loaded, ServeSettings()), base_url="http://localhost") as client:
         client.post("/v1/chat/completions", json=body)
     (line,) = [line for line in lines() if "completions 400" in line]
-    assert line.endswith(told)
+    assert line.endswith(ending)
 
 
 @pytest.mark.parametrize(
@@ -101,8 +101,8 @@ def test_a_good_start_is_silent_where_only_warnings_are_wanted(capsys, logged, l
     start = StartLog(as_log(ServeSettings(log_level=level, log_format=kind)), False, True)
     start.listening("http://here/v1")
     start.loaded({"model": "toy"}, 1.0)
-    told = capsys.readouterr()
-    assert not lines() and not told.out and bool(told.err) == shown
+    printed = capsys.readouterr()
+    assert not lines() and not printed.out and bool(printed.err) == shown
 
 
 def test_what_is_said_of_flags_is_in_the_log_once(logged, capsys):
@@ -133,7 +133,7 @@ def test_who_polls_a_server_that_loads_fills_no_log(logged):
 
 def test_json_has_the_same_as_fields(logged):
     lines = logged("info", "json")
-    asked({"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "x-request-id": "mine"})
+    send_requests({"traceparent": f"00-{TRACE}-b7ad6b7169203331-01", "x-request-id": "mine"})
     records = [json.loads(line) for line in lines()]
     (request,) = [line for line in records if line.get("id") == "mine"]
     assert (request["method"], request["path"], request["status"]) == (
@@ -232,10 +232,10 @@ def test_it_warns_of_few_first_tokens_that_are_right(counted, warns):
 
 def test_it_warns_once(monkeypatch, caplog):
     monkeypatch.setattr(draft_alarm, "LOOK_SECONDS", 0.0)
-    asked = iter([NONE, stats(500, 3, 500)])
+    answers = iter([NONE, stats(500, 3, 500)])
 
     async def counted():
-        return next(asked)
+        return next(answers)
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(draft_alarm.watch(counted))

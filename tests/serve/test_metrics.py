@@ -99,8 +99,8 @@ def test_where_the_time_and_the_tokens_of_requests_went():
         metrics = Metrics()
         metrics.add("toy", loaded.engine.stats, lambda: loaded.engine.fault, {})
         prompts = [loaded.tokenizer.encode("x" * length) for length in (3, 30)]
-        asked = [make_request(p, max_tokens=20, n=2, temperature=1.0, seed=3) for p in prompts]
-        complete(loaded.engine, asked)
+        requests = [make_request(p, max_tokens=20, n=2, temperature=1.0, seed=3) for p in prompts]
+        complete(loaded.engine, requests)
         read = samples(metrics.page())
     names = ("queue", "prefill", "decode", "inference")
     for name in names:
@@ -142,13 +142,13 @@ def test_both_dashboards_find_what_they_ask_for():
     there = {name for name, *_ in exported}
     file = Path(__file__).parents[2] / "docs" / "reference" / "grafana.json"
     board = json.loads(file.read_text())
-    asked = set(STOCK)
+    queried = set(STOCK)
     for panel in board["panels"]:
         for target in panel["targets"]:
             names = re.findall(r"(?:vllm|forerun):\w+", target["expr"])
             assert names and 'model_name="$model_name"' in target["expr"]
-            asked |= set(names)
-    assert asked <= there
+            queried |= set(names)
+    assert queried <= there
 
 
 def test_the_table_for_people_is_fresh():

@@ -112,8 +112,8 @@ def test_every_dialect_reaches_every_model(shelf, client):
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
     assert client.post("/v1/chat/completions", json={"model": "a", **chat}).json()["model"] == "a"
     assert client.post("/v1/messages", json={"model": "b", **chat}).json()["model"] == "b"
-    asked = {"model": "c:latest", "messages": chat["messages"], "stream": False}
-    answer = client.post("/api/chat", json={**asked, "options": {"num_predict": 4}})
+    body = {"model": "c:latest", "messages": chat["messages"], "stream": False}
+    answer = client.post("/api/chat", json={**body, "options": {"num_predict": 4}})
     assert answer.json()["message"]["role"] == "assistant"
     streamed = {"model": "a", "prompt": "x", "stream": True, "max_tokens": 3}
     with client.stream("POST", "/v1/completions", json=streamed) as stream:
@@ -160,8 +160,8 @@ def test_idle_models_are_let_go_after_their_time():
     ],
 )
 def test_ollamas_keep_alive_is_honoured(shelf, client, keep, gone):
-    asked = {"model": "a", "prompt": "Hi", "stream": False, "keep_alive": keep}
-    assert client.post("/api/generate", json=asked).status_code == 200
+    body = {"model": "a", "prompt": "Hi", "stream": False, "keep_alive": keep}
+    assert client.post("/api/generate", json=body).status_code == 200
     if gone is not None and gone > 2:
         shelf.now = gone - 2
         client.portal.call(shelf.models.let_go)
@@ -289,9 +289,9 @@ def test_the_end_while_a_model_loads(shelf, client):
 def test_what_is_refused_as_keep_alive_keeps_nothing(keep):
     shelf = Shelf(unload_after=5)
     with client_of(shelf) as client:
-        asked = {"model": "a", "prompt": "Hi", "stream": False}
-        assert client.post("/api/generate", json=asked).status_code == 200
-        refused = client.post("/api/generate", json={**asked, "keep_alive": keep})
+        body = {"model": "a", "prompt": "Hi", "stream": False}
+        assert client.post("/api/generate", json=body).status_code == 200
+        refused = client.post("/api/generate", json={**body, "keep_alive": keep})
         assert refused.status_code == 400 and shelf.models.entries["a"].keep == 5
         shelf.now = 6
         client.portal.call(shelf.models.let_go)
@@ -385,8 +385,8 @@ def test_nothing_that_is_being_read_is_cut_off_at_the_end(several, path, stage, 
         gate.set()
         asking.join()
         ending.join()
-        told = answers[0].json()
-        assert answers[0].status_code == 200 or told["error"]["code"] == "shutting_down", told
+        reply = answers[0].json()
+        assert answers[0].status_code == 200 or reply["error"]["code"] == "shutting_down", reply
         assert drained == [True]
 
 
@@ -498,7 +498,7 @@ def test_models_of_a_file_have_options_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("a: {model: toy, port: 80}", "port in .*models.yaml, a is a server option"),
         ("a: {model: toy, contxt: 80}", "models.yaml, a: There is no option --contxt"),
@@ -510,8 +510,8 @@ def test_models_of_a_file_have_options_of_their_own(tmp_path):
         ("", "names no model"),
     ],
 )
-def test_what_a_file_of_models_says_wrong_is_named(tmp_path, text, told):
-    with pytest.raises(ConfigError, match=told):
+def test_what_a_file_of_models_says_wrong_is_named(tmp_path, text, message):
+    with pytest.raises(ConfigError, match=message):
         described(tmp_path, text)
 
 

@@ -14,13 +14,13 @@ from tests.worlds.toy_app import toy_client
 
 def test_every_route_is_told():
     with toy_client() as client:
-        told = client.get("/openapi.json").json()
-    assert told == document(HONOURED)
+        schema = client.get("/openapi.json").json()
+    assert schema == document(HONOURED)
     paths = {route.path.replace(":path}", "}") for route in HONOURED}
-    assert set(told["paths"]) == paths
-    ids = [one["operationId"] for path in told["paths"].values() for one in path.values()]
+    assert set(schema["paths"]) == paths
+    ids = [one["operationId"] for path in schema["paths"].values() for one in path.values()]
     assert len(set(ids)) == len(ids)
-    posts = {path for path, one in told["paths"].items() if "requestBody" in one.get("post", {})}
+    posts = {path for path, one in schema["paths"].items() if "requestBody" in one.get("post", {})}
     assert posts == BODIES.keys()
 
 
@@ -28,19 +28,19 @@ def test_what_is_asked_without_a_body_answers_in_the_type_that_is_told():
     """Every route that takes neither a body nor a name: its 200 has a type of the document's, and
     an answer without one is empty.
     """
-    asked = 0
+    count = 0
     with toy_client() as client:
         for path, methods in document(HONOURED)["paths"].items():
-            for method, told in methods.items():
-                if "{" in path or "requestBody" in told:
+            for method, operation in methods.items():
+                if "{" in path or "requestBody" in operation:
                     continue
                 answer = client.request(method, path)
-                kinds = told["responses"]["200"].get("content", {})
+                kinds = operation["responses"]["200"].get("content", {})
                 kind = answer.headers.get("content-type", "").split(";")[0]
                 assert answer.status_code == 200, (method, path)
                 assert kind in kinds if kinds else not answer.content, (method, path)
-                asked += 1
-    assert asked > 15
+                count += 1
+    assert count > 15
 
 
 NOT_NULL = {"not": {"type": "null"}}
@@ -85,5 +85,5 @@ def test_readers_say_their_bounds():
 
 
 def test_no_description_is_a_signature():
-    told = json.dumps(document(HONOURED))
-    assert "description" in told and "(*, " not in told
+    schema = json.dumps(document(HONOURED))
+    assert "description" in schema and "(*, " not in schema

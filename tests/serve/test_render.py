@@ -153,8 +153,8 @@ def test_each_log_probability_is_worded_once(client, monkeypatch):
     for at in range(LENGTH):
         news = {"text": "x", "tokens": (at,), "logprobs": (entry(at),), **first}
         first = {}
-        told = dialect.events([(0, Delta(request.id, 0, **news))], Tally(generation), False)
-        meta = json.loads(told.removeprefix(b"data: "))["meta_info"]
+        event = dialect.events([(0, Delta(request.id, 0, **news))], Tally(generation), False)
+        meta = json.loads(event.removeprefix(b"data: "))["meta_info"]
         assert [len(meta[f"output_{name}"]) for name in NAMES] == [at + 1] * 3
         assert [len(meta[f"input_{name}"]) for name in NAMES] == [2] * 3
     assert meta["output_token_logprobs"] == [[-at / 8, at, None] for at in range(LENGTH)]

@@ -139,8 +139,8 @@ def test_many_at_once_repeat_nothing_under_prediction_layers(predicting):
     for heat in (0.0, 0.8):
         alone = [answered(prompt, temperature=heat, **OFF) for prompt in PROMPTS]
         with ThreadPoolExecutor(8) as pool:
-            asked = [pool.submit(answered, prompt, temperature=heat) for prompt in PROMPTS]
-            assert [one.result() for one in asked] == alone
+            futures = [pool.submit(answered, prompt, temperature=heat) for prompt in PROMPTS]
+            assert [one.result() for one in futures] == alone
 
 
 ODD = [
@@ -210,8 +210,8 @@ def test_system_messages_between_others_are_taken(path, more):
             body = {"messages": [*between, *messages], "stream": False, "model": "toy", **more}
             answer = client.post(path, json=body)
             assert answer.status_code == 200, answer.text
-            told = client.post("/tokenize", json={"messages": body["messages"]}).json()["tokens"]
-    text = bytes(told).decode()
+            tokens = client.post("/tokenize", json={"messages": body["messages"]}).json()["tokens"]
+    text = bytes(tokens).decode()
     assert text.index("A") < text.index("B") < text.index("LATE") < text.index("C")
 
 

@@ -40,18 +40,18 @@ def samplings(folder, how="model"):
 
 
 def test_what_the_model_says(folder):
-    (plain, chat), asked = samplings(folder)
+    (plain, chat), sampling = samplings(folder)
     assert (plain.temperature, plain.top_p, plain.top_k) == (0.6, 0.95, 0)
     assert (chat.temperature, chat.top_p, chat.top_k, chat.min_p) == (0.0, 0.95, 20, 0.0)
-    assert (asked["temperature"], asked["top_k"], asked["min_p"]) == (0.6, 20, 0.1)
-    assert asked["repetition_penalty"] == 1.0
+    assert (sampling["temperature"], sampling["top_k"], sampling["min_p"]) == (0.6, 20, 0.1)
+    assert sampling["repetition_penalty"] == 1.0
 
 
 def test_or_nothing(folder):
-    (plain, chat), asked = samplings(folder, "openai")
+    (plain, chat), sampling = samplings(folder, "openai")
     assert (plain.temperature, plain.top_p, plain.top_k) == (1.0, 1.0, 0)
     assert (chat.temperature, chat.top_k) == (0.0, 0)
-    assert asked == NEUTRAL | {"min_p": 0.1, "max_tokens": 512, "seed": 0, "stop": (),
+    assert sampling == NEUTRAL | {"min_p": 0.1, "max_tokens": 512, "seed": 0, "stop": (),
                                "ignore_eos": False}  # fmt: skip
 
 

@@ -121,11 +121,11 @@ def test_what_is_here(tmp_path, monkeypatch):
 )
 def test_who_asks_while_a_model_loads_hears_how_far_it_is(monkeypatch, words, said):
     async def run():
-        told = asyncio.Event()
+        event = asyncio.Event()
 
         async def opened(command, loading):
             loading(Loading(*words).sentence())
-            told.set()
+            event.set()
             await asyncio.Event().wait()
 
         monkeypatch.setattr(EngineProcess, "open", opened)
@@ -135,7 +135,7 @@ def test_who_asks_while_a_model_loads_hears_how_far_it_is(monkeypatch, words, sa
         with pytest.raises(ApiError, match=r"still loading\.$"):
             service.served()
         service.start()
-        await asyncio.wait_for(told.wait(), PATIENCE)
+        await asyncio.wait_for(event.wait(), PATIENCE)
         with pytest.raises(ApiError) as raised:
             service.enter()
         await service.close()

@@ -86,10 +86,10 @@ def test_a_server_has_a_budget_that_requests_replace():
 def test_a_budget_beyond_the_context_leaves_room_for_the_answer(loaded):
     """Without max_tokens an answer may fill the context."""
     body = {"messages": ASKED["messages"], "thinking_token_budget": 5000}
-    asked = dialogue(read(ChatBody, body), loaded, SETTINGS)
-    room = loaded.context - (len(asked.prompt) - len("<think>"))
-    assert asked.rules.grammar.budget.tokens == room // 2
-    assert asked.ignored == (f"thinking_token_budget (cut to {room // 2})",)
+    generation = dialogue(read(ChatBody, body), loaded, SETTINGS)
+    room = loaded.context - (len(generation.prompt) - len("<think>"))
+    assert generation.rules.grammar.budget.tokens == room // 2
+    assert generation.ignored == (f"thinking_token_budget (cut to {room // 2})",)
 
 
 def test_a_template_hears_of_the_budget(client):
@@ -97,9 +97,9 @@ def test_a_template_hears_of_the_budget(client):
     names = {"chat_template_kwargs": {"thinking_budget": 7}}
     assert thought_of(client, **names) == thought_of(client, thinking_budget=7)
     for body in (names, {"thinking_budget": 7}):
-        asked = read(ChatBody, ASKED | body)
-        assert budget_name(asked, "{% if thinking_budget %}") == {"thinking_budget": 7}
-        assert budget_name(asked, "plain") == {}
+        parsed = read(ChatBody, ASKED | body)
+        assert budget_name(parsed, "{% if thinking_budget %}") == {"thinking_budget": 7}
+        assert budget_name(parsed, "plain") == {}
 
 
 @pytest.mark.parametrize(
@@ -212,8 +212,8 @@ def test_only_a_budget_that_ended_the_thought_is_named(tokens, cut):
 def test_a_thought_that_the_prompt_began_counts(loaded):
     message = {"role": "assistant", "content": "<think>I see a"}
     body = ASKED | {"messages": [*ASKED["messages"], message], "continue_final_message": True}
-    asked = dialogue(read(ChatBody, body | {"thinking_budget": 20}), loaded, SETTINGS)
-    assert asked.rules.grammar.budget.used == len("I see a")
+    generation = dialogue(read(ChatBody, body | {"thinking_budget": 20}), loaded, SETTINGS)
+    assert generation.rules.grammar.budget.used == len("I see a")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 50])

@@ -38,8 +38,8 @@ def goes_on(**message):
 
 
 def prompt_of(loaded, **body):
-    asked = dialogue(read(ChatBody, body), loaded, SETTINGS)
-    return asked, loaded.tokenizer.decode(asked.prompt.tolist(), skip_special=False)
+    generation = dialogue(read(ChatBody, body), loaded, SETTINGS)
+    return generation, loaded.tokenizer.decode(generation.prompt.tolist(), skip_special=False)
 
 
 BEGUN = [
@@ -82,14 +82,14 @@ def test_a_begun_answer_is_no_thought(thinking, loaded):
         body = goes_on(content=content)
         message = thinking.post("/v1/chat/completions", json=body).json()["choices"][0]["message"]
         assert message["content"] and "reasoning_content" not in message
-        asked, text = prompt_of(loaded, **body, response_format=SCHEMA)
+        generation, text = prompt_of(loaded, **body, response_format=SCHEMA)
         assert text == HEAD + content and not text.endswith("<think>")
-        assert asked.rules.grammar.start is None
+        assert generation.rules.grammar.start is None
 
 
 def test_a_constraint_begins_behind_a_begun_thought(loaded):
-    asked, text = prompt_of(loaded, **goes_on(content="<think>I see "), response_format=SCHEMA)
-    assert text == HEAD + "<think>I see " and asked.rules.grammar.start.text == "</think>"
+    generation, text = prompt_of(loaded, **goes_on(content="<think>I see "), response_format=SCHEMA)
+    assert text == HEAD + "<think>I see " and generation.rules.grammar.start.text == "</think>"
 
 
 def test_other_dialects_go_on_with_a_thought(thinking):

@@ -111,15 +111,15 @@ ROUTES = {
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_an_answer_says_it(client, path):
-    asked = ROUTES[path] | {"speculative": LOSSY}
-    answer = client.post(path, json=asked)
+    body = ROUTES[path] | {"speculative": LOSSY}
+    answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
     assert answer.headers[HEADER] == TOLD
     if path.endswith("completions"):
         assert answer.json()["metadata"] == {"lossy": LOSSY}
     if path == "/generate":
         assert answer.json()["meta_info"]["lossy"] == LOSSY
-    streamed = client.post(path, json=asked | {"stream": True})
+    streamed = client.post(path, json=body | {"stream": True})
     assert streamed.headers[HEADER] == TOLD
     quiet = client.post(path, json=ROUTES[path])
     assert HEADER not in quiet.headers and "lossy" not in quiet.text
@@ -128,15 +128,15 @@ def test_an_answer_says_it(client, path):
 def test_what_changes_nothing_is_named(client):
     greedy = CHAT | {"temperature": 0, "speculative": LOSSY}
     off = CHAT | {"speculative": LOSSY | {"enabled": False}}
-    for asked in (greedy, off):
-        answer = client.post("/v1/chat/completions", json=asked)
+    for body in (greedy, off):
+        answer = client.post("/v1/chat/completions", json=body)
         assert answer.headers["x-forerun-ignored"] == "speculative.accept_threshold_single"
         assert HEADER not in answer.headers and "metadata" not in answer.json()
 
 
 def test_the_flat_name_says_where_it_is(client):
-    asked = CHAT | {"speculative_accept_threshold_single": 0.3}
-    answer = client.post("/v1/chat/completions", json=asked)
+    body = CHAT | {"speculative_accept_threshold_single": 0.3}
+    answer = client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 400
     assert "use speculative.accept_threshold_single" in answer.text
 

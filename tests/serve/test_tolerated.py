@@ -99,14 +99,14 @@ def test_as_many_tokens_as_there_are(client):
 
 
 def test_a_message_that_goes_on(client):
-    asked, begun = CHAT["messages"][0], {"role": "assistant", "content": "One, two "}
-    on = {"messages": [asked, begun], "continue_final_message": True}
+    question, begun = CHAT["messages"][0], {"role": "assistant", "content": "One, two "}
+    on = {"messages": [question, begun], "continue_final_message": True}
     answer = ask(client, **on)
     rendered = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nOne, two "
     same = ask(client, "/v1/completions", prompt=rendered, max_tokens=4)
     assert text(answer) == text(same)
     assert answer.json()["usage"]["prompt_tokens"] == same.json()["usage"]["prompt_tokens"]
-    for messages in ([asked], [asked, {"role": "assistant", "content": " "}]):
+    for messages in ([question], [question, {"role": "assistant", "content": " "}]):
         refused = client.post("/v1/chat/completions", json=CHAT | on | {"messages": messages})
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == f"messages[{len(messages) - 1}]"
@@ -123,7 +123,7 @@ def test_reasoning_of_an_earlier_answer(client):
 
 
 def test_efforts_that_a_template_knows():
-    def told(effort, source):
+    def names_in(effort, source):
         with toy_loaded() as loaded:
             template = ChatTemplate(source, loaded.tokenizer)
             names = effort_names(read(ChatBody, CHAT | {"reasoning_effort": effort}), template)
@@ -131,20 +131,20 @@ def test_efforts_that_a_template_knows():
             return names
 
     both = "{{ reasoning_effort }}{% if enable_thinking %}{% endif %}"
-    assert told("high", "{{ reasoning_effort }}") == {"reasoning_effort": "high"}
-    assert told("none", "{{ reasoning_effort }}") == {"reasoning_effort": "none"}
-    assert told("high", both) == {"reasoning_effort": "high", "enable_thinking": True}
-    assert told("none", both) == {"enable_thinking": False}
+    assert names_in("high", "{{ reasoning_effort }}") == {"reasoning_effort": "high"}
+    assert names_in("none", "{{ reasoning_effort }}") == {"reasoning_effort": "none"}
+    assert names_in("high", both) == {"reasoning_effort": "high", "enable_thinking": True}
+    assert names_in("none", both) == {"enable_thinking": False}
     # DeepSeek V3.1, Kimi K2.5, Granite 3.3; a field of messages and prose are none.
-    assert told("high", "{% if not thinking is defined %}{% endif %}") == {"thinking": True}
-    assert told("none", "{%- if thinking is defined and thinking is false -%}{%- endif -%}") == {
+    assert names_in("high", "{% if not thinking is defined %}{% endif %}") == {"thinking": True}
+    assert names_in("none", "{%- if thinking is defined and thinking is false -%}{%- endif -%}") == {
         "thinking": False
     }
-    assert told("none", "{% if thinking %}{% endif %}") == {"thinking": False}
-    assert told("high", "Begin by thinking. {% if m.thinking %}{% endif %}") == {}
-    assert told("none", "{% if enable_thinking %}{% endif %}") == {"enable_thinking": False}
-    assert told("low", "{% if enable_thinking %}{% endif %}") == {"enable_thinking": True}
-    assert told("low", "plain") == {}
+    assert names_in("none", "{% if thinking %}{% endif %}") == {"thinking": False}
+    assert names_in("high", "Begin by thinking. {% if m.thinking %}{% endif %}") == {}
+    assert names_in("none", "{% if enable_thinking %}{% endif %}") == {"enable_thinking": False}
+    assert names_in("low", "{% if enable_thinking %}{% endif %}") == {"enable_thinking": True}
+    assert names_in("low", "plain") == {}
 
 
 def test_tokenizer_info(client):

@@ -47,13 +47,13 @@ def imported(run, message, **conversation):
     }
     return run(f"""
       import {{ asMarkdown, fromJson }} from "./export.js";
-      let told;
+      let shown;
       try {{
         const [file] = fromJson({json.dumps(json.dumps(file))}, () => "new");
         asMarkdown({{ ...file, options: {{ system: "", ...file.options }} }});
-        told = file.options;
-      }} catch (error) {{ told = `${{error.name}}: ${{error.message}}`; }}
-      console.log(JSON.stringify(told));
+        shown = file.options;
+      }} catch (error) {{ shown = `${{error.name}}: ${{error.message}}`; }}
+      console.log(JSON.stringify(shown));
     """)
 
 
@@ -63,20 +63,20 @@ def imported(run, message, **conversation):
 )
 def test_a_damaged_message_is_not_taken(run, damage):
     """It would be kept, and every later start of the page would fail to show it."""
-    told = imported(run, damage)
-    assert told == "Error: Conversation 1 of the file has a message that is damaged."
+    options = imported(run, damage)
+    assert options == "Error: Conversation 1 of the file has a message that is damaged."
 
 
 def test_settings_and_times_are_of_their_kind(run):
     whole = {"variants": [{"content": "a"}, {"content": "b"}], "variant": 2, "reasoning": "so"}
     options = {"temperature": "0.5", "max_tokens": 8, "speculation": False}
     assert imported(run, whole, options={**options, "unknown": 1}, created=1e300) == options
-    told = imported(run, {}, options={"system": 5})
-    assert told == "Error: Conversation 1 of the file has a setting that is damaged."
+    kept = imported(run, {}, options={"system": 5})
+    assert kept == "Error: Conversation 1 of the file has a setting that is damaged."
 
 
 def test_a_key_is_used_where_the_browser_keeps_nothing(run):
-    told = run("""
+    reply = run("""
       import { json, key } from "./api.js";
       const sent = [];
       globalThis.fetch = async (_, { headers }) => {
@@ -90,12 +90,12 @@ def test_a_key_is_used_where_the_browser_keeps_nothing(run):
       try { await json("health"); } catch (error) { sent.push(error.status); }
       console.log(JSON.stringify(sent));
     """)
-    assert told == [None, "Bearer secret", 401]
+    assert reply == [None, "Bearer secret", 401]
 
 
 def test_figures_of_several_replicas_are_of_all_of_them(run):
     """Where `--replicas` puts their metrics on one page: shares are no sums, buckets are."""
-    told = run("""
+    reply = run("""
       import { Metrics } from "./prom.js";
       const each = (fast, slow) => [["a", fast, 0.25, 2], ["b", slow, 0.75, 0]];
       const page = (...counts) => each(...counts).map(([name, count, used, length]) => `
@@ -108,12 +108,12 @@ def test_figures_of_several_replicas_are_of_all_of_them(run):
       const shares = [0.25, 0.5].map((part) => now.quantile("t", part, before));
       console.log(JSON.stringify([...shares, now.mean("used"), now.mean("length", true)]));
     """)
-    assert told == [1.0, pytest.approx(4 / 3), 0.5, 2.0]
+    assert reply == [1.0, pytest.approx(4 / 3), 0.5, 2.0]
 
 
 def test_a_key_that_is_remembered_is_said_to_be(run):
     """The box for it is set then: without it, using the key again would forget it."""
-    told = run("""
+    reply = run("""
       import { key } from "./api.js";
       const kept = new Map();
       const storage = {
@@ -127,15 +127,15 @@ def test_a_key_that_is_remembered_is_said_to_be(run):
       for (const keep of [true, false]) { key.set("secret", keep); said.push(key.kept()); }
       console.log(JSON.stringify(said));
     """)
-    assert told == [False, True, False]
+    assert reply == [False, True, False]
 
 
 def test_a_key_that_composes_a_word_is_known(run):
     """Safari ends the composition before the key comes: only its code tells."""
-    told = run("""
+    reply = run("""
       import { composes } from "./dom.js";
       const keys = [[true, 13], [false, 229], [false, 13]];
       const of = ([isComposing, keyCode]) => composes({ isComposing, keyCode });
       console.log(JSON.stringify(keys.map(of)));
     """)
-    assert told == [True, True, False]
+    assert reply == [True, True, False]

@@ -29,17 +29,17 @@ ASKED = [
 @pytest.mark.parametrize(("field", "body"), ASKED, ids=[field for field, _ in ASKED])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_it_is_named(client, field, body, path):
-    asked = (CHAT if "chat" in path else {"prompt": "Hi", "max_tokens": 20}) | body
+    request = (CHAT if "chat" in path else {"prompt": "Hi", "max_tokens": 20}) | body
     names = [f"{field}.{path}" for path in PATHS]
-    answer = client.post(path, json=asked)
+    answer = client.post(path, json=request)
     assert answer.status_code == 200, answer.text
     assert answer.headers[HEADER].split(", ") == names
     assert answer.json()["metadata"] == {"unenforced": names}
-    answer = client.post(path, json=asked | {"stream": True})
+    answer = client.post(path, json=request | {"stream": True})
     assert answer.headers[HEADER].split(", ") == names
     events = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
-    told = [json.loads(event).get("metadata") for event in events]
-    assert told == [{"unenforced": names}, *[None] * (len(told) - 1)]
+    metadata = [json.loads(event).get("metadata") for event in events]
+    assert metadata == [{"unenforced": names}, *[None] * (len(metadata) - 1)]
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_a_long_list_is_cut_in_the_header_and_whole_in_the_body(client):
         json=CHAT | {"guided_json": {"type": "object", "properties": inside}},
     )
     header = answer.headers[HEADER]
-    *told, more = header.split(", ")
+    *first, more = header.split(", ")
     whole = answer.json()["metadata"]["unenforced"]
     assert len(header) < 1100
-    assert whole[: len(told)] == told and more == f"{200 - len(told)} more" and len(whole) == 200
+    assert whole[: len(first)] == first and more == f"{200 - len(first)} more" and len(whole) == 200
 
 
 @pytest.mark.parametrize(
-    ("schema", "told"),
+    ("schema", "message"),
     [
         ({"properties": {"foo": "bar"}}, "properties.foo must be a schema"),
         ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum cannot be honoured: Unsat"),
@@ -85,13 +85,13 @@ def test_a_long_list_is_cut_in_the_header_and_whole_in_the_body(client):
     ],
 )
 def test_no_schema_and_one_that_no_text_satisfies_are_refused_though_not_strict(
-    client, schema, told
+    client, schema, message
 ):
     wrapped = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     for field in ({"guided_json": schema}, {"response_format": wrapped}):
         answer = client.post("/v1/chat/completions", json=CHAT | field)
         assert answer.status_code == 400, field
-        assert told in answer.json()["error"]["message"]
+        assert message in answer.json()["error"]["message"]
 
 
 def of_pattern(pattern):
@@ -104,12 +104,12 @@ def test_a_pattern_that_is_no_regex_is_refused_and_pointed_at(client, pattern, s
     schema = of_pattern(pattern)
     wrapped = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     wrapped["json_schema"]["strict"] = strict
-    asked = [
+    requests = [
         ("response_format.json_schema.schema", {"response_format": wrapped}),
         ("structured_outputs.json", {"structured_outputs": {"json": schema, "strict": strict}}),
         ("guided_json", {"guided_json": json.dumps(schema)}),
     ]
-    for field, body in asked:
+    for field, body in requests:
         answer = client.post("/v1/chat/completions", json=CHAT | body)
         assert answer.status_code == 400, field
         error = answer.json()["error"]

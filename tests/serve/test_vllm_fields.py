@@ -41,11 +41,11 @@ def test_nothing_asked_is_never_refused(client, path):
 
 def test_what_chats_send_to_ask_nothing(client):
     chat = PATHS[0]
-    asked = {"top_logprobs": 0, "n_probs": 0, "echo": False, "documents": []}
-    asked["service_tier"] = "flex"
-    asked |= dict.fromkeys(("grammar", "regex", "ebnf", "guided_grammar", "guided_regex"), "")
-    asked["json_schema"] = ""
-    assert text(ask(client, chat, **asked)) == text(ask(client, chat))
+    fields = {"top_logprobs": 0, "n_probs": 0, "echo": False, "documents": []}
+    fields["service_tier"] = "flex"
+    fields |= dict.fromkeys(("grammar", "regex", "ebnf", "guided_grammar", "guided_regex"), "")
+    fields["json_schema"] = ""
+    assert text(ask(client, chat, **fields)) == text(ask(client, chat))
     assert "top_logprobs" in ask(client, chat, 400, top_logprobs=1)["error"]["message"]
 
 
@@ -56,8 +56,8 @@ def test_bad_words_are_in_no_answer(client, path):
     for options in ({}, {"speculative": {"enabled": False}}):
         answer = text(ask(client, path, bad_words=[word, plain[0]], **options))
         assert word not in answer and plain[0] not in answer and len(answer) >= 20
-    told = ask(client, path, 400, bad_words=["a"], json_schema={"type": "object"})
-    assert "bad_words and json_schema cannot be honoured at once" in told["error"]["message"]
+    refused = ask(client, path, 400, bad_words=["a"], json_schema={"type": "object"})
+    assert "bad_words and json_schema cannot be honoured at once" in refused["error"]["message"]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -70,18 +70,18 @@ def test_only_allowed_tokens(client, path):
     ended = ask(client, path, allowed_token_ids=[*TOKENIZER.eos_ids], return_token_ids=True)
     assert ended["choices"][0]["finish_reason"] == "stop" and not text(ended)
     for wrong in ([10**6], []):
-        told = ask(client, path, 400, allowed_token_ids=wrong)
-        assert told["error"]["param"] == "allowed_token_ids"
+        refused = ask(client, path, 400, allowed_token_ids=wrong)
+        assert refused["error"]["param"] == "allowed_token_ids"
 
 
 @pytest.mark.parametrize(("path", "name"), [*product(PATHS, ("cache_salt", "extra_key"))])
 def test_a_cached_prefix_is_for_requests_of_its_salt(client, path, name):
     long = f"{name} on {path}: what every tenant's system prompt says, word for word"
     chat = "chat" in path
-    asked = {"messages": [{"role": "user", "content": long}]} if chat else {"prompt": long}
+    prompt = {"messages": [{"role": "user", "content": long}]} if chat else {"prompt": long}
 
     def cached(**salt):
-        usage = ask(client, path, **asked, **salt)["usage"]
+        usage = ask(client, path, **prompt, **salt)["usage"]
         return (usage["prompt_tokens_details"] or {}).get("cached_tokens", 0)
 
     alike = 16 * chat  # At most: what every chat begins with.
@@ -98,9 +98,9 @@ BACKENDS = ["xgrammar", "outlines", "auto", "guidance:no-fallback", "xgrammar:no
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_guided_decoding_backend_is_this_one(client, path, backend):
-    asked = {"guided_regex": "[ab]{4}", "guided_decoding_backend": backend}
+    fields = {"guided_regex": "[ab]{4}", "guided_decoding_backend": backend}
     base = {"messages": ASKED} if "chat" in path else {"prompt": "Hi"}
-    answer = client.post(path, json={**base, **asked, "max_tokens": 24, "temperature": 0})
+    answer = client.post(path, json={**base, **fields, "max_tokens": 24, "temperature": 0})
     assert answer.headers["x-forerun-ignored"] == "guided_decoding_backend"
     assert text(answer.json()) == text(ask(client, path, guided_regex="[ab]{4}"))
 
@@ -114,9 +114,9 @@ def test_every_guided_decoding_backend_is_this_one(client, path, backend):
     ],
 )
 def test_an_option_of_a_backend_that_changes_texts_says_what_to_use(client, option, instead):
-    told = ask(client, PATHS[0], 400, guided_decoding_backend=f"xgrammar:no-fallback,{option}")
-    assert told["error"]["param"] == "guided_decoding_backend"
-    assert instead in told["error"]["message"]
+    refused = ask(client, PATHS[0], 400, guided_decoding_backend=f"xgrammar:no-fallback,{option}")
+    assert refused["error"]["param"] == "guided_decoding_backend"
+    assert instead in refused["error"]["message"]
 
 
 def test_biases_as_llama_cpp_writes_them(client):
@@ -130,9 +130,9 @@ def test_biases_as_llama_cpp_writes_them(client):
 
 def test_log_probabilities_of_the_prompt(client):
     chat = ask(client, PATHS[0], prompt_logprobs=1, return_token_ids=True)
-    told, ids = chat["prompt_logprobs"], chat["prompt_token_ids"]
-    assert told[0] is None and len(told) == len(ids)
-    assert all(str(id) in entry for id, entry in zip(ids[1:], told[1:], strict=True))
+    logprobs, ids = chat["prompt_logprobs"], chat["prompt_token_ids"]
+    assert logprobs[0] is None and len(logprobs) == len(ids)
+    assert all(str(id) in entry for id, entry in zip(ids[1:], logprobs[1:], strict=True))
     plain = ask(client, PATHS[1], prompt_logprobs=2, logprobs=1)["choices"][0]
     echoed = ask(client, PATHS[1], echo=True, logprobs=2)["choices"][0]["logprobs"]
     first = plain["prompt_logprobs"][1][str(ord("i"))]
@@ -154,8 +154,8 @@ def test_tokens_named_by_their_ids(client):
     assert entries[0]["top_logprobs"][0]["token"].startswith("token_id:")
     plain = ask(client, PATHS[1], logprobs=1, **named)["choices"][0]
     assert plain["logprobs"]["tokens"] == [f"token_id:{id}" for id in plain["token_ids"]]
-    asked = ask(client, PATHS[0], n_probs=2)["choices"][0]["logprobs"]["content"]
-    assert len(asked[0]["top_logprobs"]) == 2
+    content = ask(client, PATHS[0], n_probs=2)["choices"][0]["logprobs"]["content"]
+    assert len(content[0]["top_logprobs"]) == 2
 
 
 def test_counts_in_chunks_begin_at_nothing(client):
@@ -189,9 +189,9 @@ def test_texts_to_tokens_as_three_servers_ask(client):
     chat = post("/tokenize", messages=ASKED)["tokens"]
     assert chat == ask(client, PATHS[0], return_token_ids=True)["prompt_token_ids"]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    told = post("/tokenize", messages=ASKED, tools=[tool])["count"]
-    asked = ask(client, PATHS[0], tools=[tool], tool_choice="auto")
-    assert told == asked["usage"]["prompt_tokens"]
+    count = post("/tokenize", messages=ASKED, tools=[tool])["count"]
+    reply = ask(client, PATHS[0], tools=[tool], tool_choice="auto")
+    assert count == reply["usage"]["prompt_tokens"]
     begun = [*ASKED, {"role": "assistant", "content": "Well"}]
     going = post("/tokenize", messages=begun, continue_final_message=True)["tokens"]
     assert TOKENIZER.decode(going).endswith("Well")

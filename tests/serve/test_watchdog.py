@@ -29,10 +29,10 @@ def test_a_stuck_engine(stream, monkeypatch):
         with TestClient(app) as client, ThreadPoolExecutor() as pool:
             assert client.post("/v1/completions", json=body).status_code == 200
             monkeypatch.setattr(loaded.engine._core, "step", stuck)
-            asked = pool.submit(client.post, "/v1/completions", json=body)
+            future = pool.submit(client.post, "/v1/completions", json=body)
             assert wait_for(lambda: client.get("/health").status_code == 503)
             assert client.get("/health").json()["error"]["code"] == "engine_stuck"
-            answer = asked.result(PATIENCE)
+            answer = future.result(PATIENCE)
             assert "engine_stuck" in answer.text
             assert answer.status_code in ((200, 503) if stream else (503,))
             assert client.post("/v1/completions", json=body).status_code == 503

@@ -52,11 +52,11 @@ def test_others_are_answered_while_a_conversation_is_rendered():
             TestClient(create_app(loaded, ServeSettings())) as client,
             ThreadPoolExecutor() as pool,
         ):
-            asked = pool.submit(client.post, "/v1/chat/completions", json=HELLO)
+            future = pool.submit(client.post, "/v1/chat/completions", json=HELLO)
             assert renderer.begun.wait(PATIENCE)
             assert client.get("/health").status_code == 200
             renderer.may.set()
-            assert asked.result().status_code == 200
+            assert future.result().status_code == 200
     assert renderer.waited == [True], "the event loop waited for the renderer"
 
 
@@ -213,8 +213,8 @@ def test_answers_with_many_log_probabilities_are_made_beside_the_event_loop(
 
     for module in (answering, wire):
         monkeypatch.setattr(module, "dump_json", dumped)
-    asked = {"prompt": "a" * 500, "max_tokens": 2, "logprobs": top, "echo": True, "stream": stream}
-    answer = client.post("/v1/completions", json=asked)
+    body = {"prompt": "a" * 500, "max_tokens": 2, "logprobs": top, "echo": True, "stream": stream}
+    answer = client.post("/v1/completions", json=body)
     assert answer.status_code == 200
     assert ("forerun-large" in threads) is beside
 
@@ -223,7 +223,7 @@ def test_answers_with_many_log_probabilities_are_made_beside_the_event_loop(
 def test_work_that_waits_when_the_server_ends_is_told(size):
     """Not cancelled, which would be an answer of 500; neither is what comes afterwards."""
 
-    async def asked():
+    async def run():
         workers, may = Workers(), threading.Event()
         waiting = [asyncio.create_task(workers.apart(size, may.wait, PATIENCE)) for _ in range(9)]
         await asyncio.sleep(0)
@@ -239,7 +239,7 @@ def test_work_that_waits_when_the_server_ends_is_told(size):
             await gone
         return results
 
-    results = asyncio.run(asked())
+    results = asyncio.run(run())
     refused = [one.code for one in results if one is not True]
     assert results.count(True) in (SMALL_AT_ONCE, LARGE_AT_ONCE, 1)
     assert refused == ["shutting_down"] * (9 - results.count(True))

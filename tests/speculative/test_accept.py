@@ -136,8 +136,8 @@ def decoded(sampling, count, grammar):
     covering(every(["chain", "tree", "all", "coupled"], [False, True], [0.0, 0.7, 1.5])),
 )
 def test_long_texts_are_the_same(kind, grammar, temperature):
-    for seed, asked in enumerate(SETTINGS.values()):
-        sampling = Sampling(**{**asked, "temperature": temperature, "seed": seed})
+    for seed, setting in enumerate(SETTINGS.values()):
+        sampling = Sampling(**{**setting, "temperature": temperature, "seed": seed})
         text, _ = speculate(sampling, drafter_of(kind, sampling), 24, grammar)
         assert text == decoded(sampling, 24, grammar)
 
@@ -179,16 +179,16 @@ def test_the_path_is_the_walk_along_the_choices(draft, known, seed):
     chain = np.zeros(known, np.int32)
     trees = batch([np.zeros(2, np.int32), chain], [as_draft([1], [-1]), draft])
     wanted = np.random.default_rng(seed).integers(0, V, len(trees.tokens))
-    asked = []
+    visited = []
 
     def choose_at(node, ancestors):
-        asked.append((node, ancestors))
+        visited.append((node, ancestors))
         return int(wanted[node])
 
     path = accept_row(trees, 1, choose_at)
     walk = [trees.root(1), *path.nodes]
-    assert [node for node, _ in asked] == walk
-    assert [ancestors for _, ancestors in asked] == [path.tokens[:i] for i in range(len(walk))]
+    assert [node for node, _ in visited] == walk
+    assert [ancestors for _, ancestors in visited] == [path.tokens[:i] for i in range(len(walk))]
     assert path.tokens == tuple(int(wanted[node]) for node in walk)
     for above, below in pairwise(walk):
         assert trees.parents[below] == above

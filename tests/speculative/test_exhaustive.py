@@ -48,10 +48,10 @@ def check(parents, tokens):
     made = batch([np.array([7, 8], np.int32)], [draft])
     count = 0
     for path, choices in outcomes(parents, tokens):
-        asked = []
+        visited = []
 
-        def choose_at(node, above, choices=choices, asked=asked):
-            asked.append((node, above))
+        def choose_at(node, above, choices=choices, visited=visited):
+            visited.append((node, above))
             return choices[node - 2]
 
         accepted = accept_row(made, 0, choose_at)
@@ -59,7 +59,7 @@ def check(parents, tokens):
         emitted = (*(tokens[node] for node in path), choices[path[-1] if path else -1])
         assert accepted.tokens == emitted
         # Each node was asked with the tokens from below the root down to it.
-        for node, above in asked:
+        for node, above in visited:
             line, here = [], node - 2
             while here >= 0:
                 line.insert(0, tokens[here])

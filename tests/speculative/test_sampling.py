@@ -131,7 +131,7 @@ def test_the_plain_path_equals_the_general_one(temperature):
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "parameters",
     [
         {"top_k": 1},
         {"top_p": 0.9},
@@ -144,8 +144,8 @@ def test_the_plain_path_equals_the_general_one(temperature):
         {"min_tokens": 1},
     ],
 )
-def test_plain_knows_every_parameter(asked):
-    assert not Sampling(**asked).temperature_only
+def test_plain_knows_every_parameter(parameters):
+    assert not Sampling(**parameters).temperature_only
 
 
 def test_what_is_not_asked_is_off():

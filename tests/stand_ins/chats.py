@@ -67,8 +67,8 @@ def chats():
         result.append(Chat(f"What is {name}?", _city(name, facts)))
         for what in ("weather", "time", "news"):
             call = json.dumps({"name": f"get_{what}", "arguments": {"city": name}})
-            asked = f"What is the {what} in {name}?"
-            result.append(Chat(asked, f"<tool_call>\n{call}\n</tool_call>"))
+            question = f"What is the {what} in {name}?"
+            result.append(Chat(question, f"<tool_call>\n{call}\n</tool_call>"))
     for name, facts in persons.items():
         result.append(Chat(f"Describe {name} as JSON.", json.dumps({"name": name, **facts})))
         result.append(Chat(f"Who is {name}?", _person(name, facts)))
@@ -134,10 +134,10 @@ def tokenizer():
 def tokens(chat):
     """The ids of a chat with its end, and which of them answer: int64[T], bool[T]."""
     before = f"<|im_start|>user\n{chat.question}<|im_end|>\n<|im_start|>assistant\n"
-    asked = tokenizer().encode(before).ids
+    prompt = tokenizer().encode(before).ids
     said = tokenizer().encode(f"{chat.answer}<|im_end|>").ids
-    wanted = np.arange(len(asked) + len(said)) >= len(asked)
-    return np.array([*asked, *said]), wanted
+    wanted = np.arange(len(prompt) + len(said)) >= len(prompt)
+    return np.array([*prompt, *said]), wanted
 
 
 def write_tokenizer(folder):

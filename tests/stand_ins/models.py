@@ -95,10 +95,10 @@ def written(hf, folder: Path) -> None:
 
 def learnt(model: Path, folder: Path, seed: int, how: str) -> None:
     """Run `forerun train` on the target's own greedy answers to what it was trained on."""
-    asked = [{"messages": list(chat.messages)} for chat in split(seed)[0]]
-    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, asked)))
+    prompts = [{"messages": list(chat.messages)} for chat in split(seed)[0]]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
     line = f"train --model {model} --prompts {folder / 'prompts.jsonl'} --out {folder}"
-    line += f" --preset smoke --answers {len(asked)} --answer-tokens 96 --held-out 32 --greedy 1"
+    line += f" --preset smoke --answers {len(prompts)} --answer-tokens 96 --held-out 32 --greedy 1"
     line += " --follow-up 0 --width 16 --kv-tokens 8192 --epochs 12 --batch-tokens 1200"
     line += f" --rate 3e-3 --check-every 50 --ema 0.98 --seed {seed} {how}"
     assert main(line.split()) == 0

@@ -100,8 +100,8 @@ def of_pieces(binding: ModuleType, path: Path, spaced: bool) -> dict[str, object
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     finish(writer)
-    asked = [(text, False) for text in MIXED] + [(text, True) for text in AROUND_CONTROLS]
-    ids = ids_of(binding, path, asked)
+    texts = [(text, False) for text in MIXED] + [(text, True) for text in AROUND_CONTROLS]
+    ids = ids_of(binding, path, texts)
     return {"spaced": spaced, "texts": ids[: len(MIXED)], "around": ids[len(MIXED) :]}
 
 

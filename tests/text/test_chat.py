@@ -376,11 +376,11 @@ def test_a_text_whose_process_is_killed_meanwhile_is_rendered_again(monkeypatch)
     made = Apart("{{ messages[0] }}!")
     made.check()
     ask, process = made._child.ask, made._child._process
-    asked = []
+    requests = []
 
     def killed_first(request):
-        asked.append(request)
-        if len(asked) == 1:
+        requests.append(request)
+        if len(requests) == 1:
             process.kill()
             process.wait()
             monkeypatch.setattr(made._child, "_running", lambda: process)
@@ -392,7 +392,7 @@ def test_a_text_whose_process_is_killed_meanwhile_is_rendered_again(monkeypatch)
 
     monkeypatch.setattr(made._child, "ask", killed_first)
     assert made.render({"messages": ["Hi"]}) == "Hi!"
-    assert len(asked) == 2
+    assert len(requests) == 2
     made.close()
 
 
@@ -503,12 +503,12 @@ def test_transformers_still_says_so(default_model):
     hf = transformers.AutoTokenizer.from_pretrained(model.path.parent, gguf_file=model.path.name)
     # Its reader of GGUF forgets that digits stand alone.
     texts = [text for text in TEXTS if "٣" not in text]
-    told = [(text, hf(text, add_special_tokens=False).input_ids) for text in texts]
+    encoded = [(text, hf(text, add_special_tokens=False).input_ids) for text in texts]
     chats = [
         (name, hf.apply_chat_template(CHATS[name], add_generation_prompt=True).input_ids)
         for name in ("one turn", "system", "turns")
     ]
-    assert json.loads(json.dumps({"texts": told, "chats": chats})) == json.loads(
+    assert json.loads(json.dumps({"texts": encoded, "chats": chats})) == json.loads(
         SAID.read_text(encoding="utf-8")
     )
 

@@ -205,15 +205,15 @@ def test_tools_that_are_null_are_not_iterable():
 
 
 def test_nothing_is_tried_that_a_conversation_does_not_need():
-    asked = []
+    trials = []
 
     def render(messages, tools):
-        asked.append(messages)
+        trials.append(messages)
         return ""
 
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     assert adapted(messages, None, TemplateTraits("", render)) == (messages, None)
-    assert asked == []
+    assert trials == []
 
 
 def test_a_template_that_refuses_everything_says_so_itself():

@@ -51,8 +51,8 @@ def untrained(tmp_path_factory):
         hf.lm_head.weight.mul_(12)  # As sure of itself as a trained model.
     folder = tmp_path_factory.mktemp("small")
     words = TEXT.split()
-    asked = [" ".join(words[i * j % len(words)] for j in range(1, 6)) for i in range(1, 9)]
-    chats = [{"messages": [{"role": "user", "content": text}]} for text in asked * 4]
+    questions = [" ".join(words[i * j % len(words)] for j in range(1, 6)) for i in range(1, 9)]
+    chats = [{"messages": [{"role": "user", "content": text}]} for text in questions * 4]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, chats)))
     target = tiny.save_folder(hf, folder / "target", dtype=torch.bfloat16)
     return Small(target, folder / "prompts.jsonl", folder / "out")

@@ -71,14 +71,14 @@ class Simulation:
 
     @torch.no_grad()
     def _scores(
-        self, tokens: Ints, asked: int, features: Floats, steps: int
+        self, tokens: Ints, prompt_len: int, features: Floats, steps: int
     ) -> list[tuple[int, int]]:
         """Return for every unrolled step how often the draft token is the answer's token, and of
         how many.
         """
         ids = torch.from_numpy(tokens.astype(np.int64))[None]
         wanted = torch.zeros_like(ids, dtype=torch.bool)
-        wanted[:, asked + 1 :] = True  # The prompt's own step says the first token.
+        wanted[:, prompt_len + 1 :] = True  # The prompt's own step says the first token.
         # What was served is the target's choice, whatever this pass would have said.
         choice = torch.cat([ids[:, 1:], ids[:, -1:]], 1)
         nobody = torch.zeros(len(tokens), 1)  # Hits are wanted, no loss.

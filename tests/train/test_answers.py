@@ -107,8 +107,8 @@ def test_prompts_of_a_file_and_what_does_not_fit(tmp_path):
     problems = Problems()
     author = Scripted(says, most=120)
     writer, chats = write(author, read_prompts(tmp_path / "p.jsonl", problems), follow_up=0)
-    asked = sorted(text_of(chat).split("user\n")[1].split("<")[0] for chat in chats)
-    assert asked == ["Four?", "One?", "Two?"]
+    questions = sorted(text_of(chat).split("user\n")[1].split("<")[0] for chat in chats)
+    assert questions == ["Four?", "One?", "Two?"]
     assert [line.split(":")[1] for line in problems.bad_lines] == ["2", "6", "7", "8", "9"]
     assert problems.bad_lines[3].endswith("no messages, turns or prompt")
     assert writer.problems.bad_lines == ["too long"]
@@ -186,10 +186,10 @@ def test_a_corpus_is_the_same_whichever_answer_came_first(tmp_path):
     def answer(prompt):
         return "" if "wrong" in prompt else f"You asked: {prompt[-40:]}"
 
-    asked = [f"{'wrong' if n in (1, 4) else 'right'} question {n * 7}" for n in range(12)]
+    questions = [f"{'wrong' if n in (1, 4) else 'right'} question {n * 7}" for n in range(12)]
     corpora = []
     for kind in (Scripted, Prompt):
-        turns = iter([[{"role": "user", "content": text}] for text in asked])
+        turns = iter([[{"role": "user", "content": text}] for text in questions])
         _, chats = write(kind(answer), turns, answers=9, follow_up=0)
         corpora.append((chats, write_chats(tmp_path / kind.__name__, chats, 2)))
     (some, one), (others, other) = corpora
@@ -217,7 +217,7 @@ class Stopped(Scripted):
 def test_an_interrupted_run_writes_what_one_run_does(tmp_path, monkeypatch, outputs):
     """Whatever was lost, unusable or done out of order when it was stopped, and twice."""
     monkeypatch.setattr("forerun.train.answers.PART", 5)
-    asked = [[{"role": "user", "content": f"question {n * 7}"}] for n in range(60)]
+    prompts = [[{"role": "user", "content": f"question {n * 7}"}] for n in range(60)]
 
     def answer(prompt):
         # A following turn depends on what was drawn for the chat; every sixth comes to nothing.
@@ -230,7 +230,7 @@ def test_an_interrupted_run_writes_what_one_run_does(tmp_path, monkeypatch, outp
             store = AnswerStore(tmp_path / name)
             writer = Writer(author, CHAT, TOKENIZER, Recipe(answers=40), 5, store.settled)
             try:
-                writer.write(iter(asked), store.add, len(store.chats))
+                writer.write(iter(prompts), store.add, len(store.chats))
             except KeyboardInterrupt:
                 pass
             finally:

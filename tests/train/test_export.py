@@ -209,8 +209,8 @@ def test_lenient_acceptance_is_not_followed(tmp_path):
     assert not [each for each in open_draft(tmp_path, TARGET).warnings if "followed" in each]
     method.update(verifier_accept_k=2, accept_tolerance=0.1)
     path.write_text(json.dumps(config))
-    told = [each for each in open_draft(tmp_path, TARGET).warnings if "is not followed" in each]
-    assert [each.split()[0] for each in told] == ["verifier_accept_k", "accept_tolerance"]
+    warned = [each for each in open_draft(tmp_path, TARGET).warnings if "is not followed" in each]
+    assert [each.split()[0] for each in warned] == ["verifier_accept_k", "accept_tolerance"]
     method.update(accept_tolerance="much")
     path.write_text(json.dumps(config))
     with pytest.raises(ModelError, match="accept_tolerance is 'much'; it must be a real number"):

@@ -281,8 +281,8 @@ def test_batches_are_of_answer_tokens(tmp_path):
     random = np.random.default_rng(2)
     chats = []
     for _ in range(60):
-        asked, answered = random.integers(4, 20), random.integers(20, 40)
-        wanted = np.arange(asked + answered) >= asked
+        prompt_len, answered = random.integers(4, 20), random.integers(20, 40)
+        wanted = np.arange(prompt_len + answered) >= prompt_len
         chats.append(Chat(np.zeros(len(wanted), np.int32), wanted))
     even = write_chats(tmp_path / "even", chats, held_out=1)
     groups = list(batches(even, even.training, 64, 200, 3))

@@ -152,8 +152,8 @@ def markov(hf, draft):
 
 
 def configured(made, method, page, device="cpu", **changes):
-    asked = METHODS[method] | changes
-    model, draft = made / asked.pop("model", "target"), asked.pop("draft", None)
+    options = METHODS[method] | changes
+    model, draft = made / options.pop("model", "target"), options.pop("draft", None)
     room = {"max_sequences": 5, "chunked_prefill_size": 128, "context": 192, "kv_tokens": 1536}
-    chosen = room | {"device": device, "page_size": page} | asked
+    chosen = room | {"device": device, "page_size": page} | options
     return small(model, draft=made / draft if draft else None, **chosen)

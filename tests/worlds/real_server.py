@@ -93,13 +93,13 @@ class Real(Server):
     requests  the golden ones by name, those to the second model as "other NAME"
     golden    their answers, as `answer` gives them
     warm      bytes in use when it had given them
-    told      what it says of its memory: see serve_measured
+    memory_report  a pipe of its memory: see serve_measured
     """
 
     models: tuple[str, ...] = ()
     golden: dict[str, object]
     warm: int
-    told: IO[bytes]
+    memory_report: IO[bytes]
 
     @property
     def requests(self):
@@ -143,7 +143,7 @@ class Real(Server):
         total = 0
         for pid in self.own():
             os.kill(pid, signal.SIGUSR1)
-            total += int(self.told.readline())
+            total += int(self.memory_report.readline())
         return total
 
     def processor_seconds(self) -> float:
@@ -248,12 +248,12 @@ def busy(answers: list[httpx.Response]) -> bool:
     return answers[-1].status_code == 429 or "worker_process_lost" in answers[-1].text
 
 
-def constant(response: httpx.Response, asked):
+def constant(response: httpx.Response, request):
     """Status, and what does not change from one time to the next, of the model that was asked."""
     body = response.json()
     if response.status_code != 200:
         return response.status_code, body["error"]
-    assert body["model"] == asked.get("model", body["model"])
+    assert body["model"] == request.get("model", body["model"])
     usage = {k: v for k, v in body["usage"].items() if k in ("prompt_tokens", "completion_tokens")}
     return 200, (body["choices"], usage)
 
@@ -281,7 +281,7 @@ def forerun_serve(tmp_path, *flags, models=1, stderr=None, impatient=False, meas
 
     models  1 or 2 toys, where `flags` name no model
     """
-    told, tell = os.pipe()
+    receiver, tell = os.pipe()
     if measured:
         module = ["tests.chaos.serve_measured", str(tell), *["--impatient"][:impatient]]
         environment = popen.get("env", os.environ) | {"PYTHONMALLOC": "malloc"}
@@ -294,13 +294,13 @@ def forerun_serve(tmp_path, *flags, models=1, stderr=None, impatient=False, meas
     children: list[int] = []
     popen |= {"stderr": stderr} if stderr else {}
     with (
-        os.fdopen(told, "rb") as answers,
+        os.fdopen(receiver, "rb") as answers,
         servers.started(line, tmp_path / "server.log", False, **popen) as running,
     ):
         os.close(tell)
         try:
             server = Real(running.process, running.url, running.log)
-            server.told, server.models = answers, TWO if models == 2 else ()
+            server.memory_report, server.models = answers, TWO if models == 2 else ()
             assert wait_for(server.healthy), server.logged()
             yield server
             if server.process.poll() is None:

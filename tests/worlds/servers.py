@@ -119,17 +119,17 @@ class Forked:
     """A process that runs `main(options, told)` of toy_server, with what tests use of Popen's."""
 
     def __init__(self, options, log):
-        self._told, told = FORKS.Pipe(duplex=False)
-        given = options, str(log), dict(os.environ), told
+        self._receiver, receiver = FORKS.Pipe(duplex=False)
+        given = options, str(log), dict(os.environ), receiver
         self._process = FORKS.Process(target=in_fork, args=given)
         self._process.start()
-        told.close()
+        receiver.close()
         self.pid = self._process.pid
 
     def address(self):
         """The server's URL, once it listens; empty where it ended before."""
         with suppress(EOFError):
-            return self._told.recv()
+            return self._receiver.recv()
         return ""
 
     def poll(self):
@@ -149,7 +149,7 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def in_fork(options, log, environment, told):
+def in_fork(options, log, environment, sender):
     """As if it had been started by a command line."""
     from forerun.client import engine_start
     from tests.worlds.toy_server import main  # In the fork: that is what takes a second.
@@ -163,7 +163,7 @@ def in_fork(options, log, environment, told):
     with Path(log).open("ab") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    main(options, told.send)
+    main(options, sender.send)
 
 
 class Started(subprocess.Popen):

@@ -75,10 +75,10 @@ def configure_logs():
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s %(message)s")
 
 
-def load(start, told):
+def load(start, report):
     configure_logs()
     for words in start.options.get("loading", ()):
-        told(*words)
+        report(*words)
     return load_toy(start.options), {}
 
 

@@ -29,7 +29,7 @@ def as_tuples(settings):
     return {name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()}
 
 
-def main(options, told):
+def main(options, report):
     settings = ServeSettings(**{"port": 0, **as_tuples(options.get("settings", {}))})
     configure_logs()
     source = EngineCommand(EngineProgram(ENGINE, options), config_of(options))
@@ -38,7 +38,7 @@ def main(options, told):
     if names := options.get("models"):
         source = [Source(name, (), 0, source) for name in names]
     try:
-        run(source, settings, told)
+        run(source, settings, report)
     except ForerunError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(next(code for kind, code in EXIT_CODES if isinstance(error, kind)))
