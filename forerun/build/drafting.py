@@ -388,7 +388,9 @@ def _deep_enough(config: EngineConfig, layers: PredictionLayers) -> PredictionLa
 
 
 def _folder(named: str, revision: str | None) -> Path:
-    """Return the draft's folder, or its file; fetches a hub id. Raises ModelError."""
+    """Return the draft's folder, or its file; fetches a hub id. Raises ModelError if it is neither,
+    or the folder holds no draft.
+    """
     folder = Path(named)
     if holds_draft_file(folder):
         return folder

@@ -71,7 +71,9 @@ def medians(measured: Sequence[StepCosts]) -> StepCosts:
 
 
 def _busy() -> bool:
-    """Return whether more processes are ready to run than there are cores. Raises OSError."""
+    """Return whether more processes are ready to run than there are cores. Raises OSError if the
+    system does not say.
+    """
     return hasattr(os, "getloadavg") and os.getloadavg()[0] > cores()
 
 

@@ -136,7 +136,7 @@ def write_at(file: IO[bytes], offset: int, data: bytes) -> None:
 
 def read_at(file: IO[bytes], offset: int, into: memoryview) -> int:
     """Read bytes from `offset` on into `into`. Returns how many there were, fewer at the end of the
-    file. Raises OSError.
+    file. Raises OSError if reading fails.
     """
     file.seek(offset)
     done = 0

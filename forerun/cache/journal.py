@@ -98,7 +98,7 @@ class Journal:
 
     def _open(self, size: int) -> None:
         """Continue the newest file if it has room for `size` bytes and no writer, or create one.
-        Raises OSError.
+        Raises OSError if the disk refuses, or other servers write all FILES files.
         """
         with self._folder.locked():
             paths = self._paths()

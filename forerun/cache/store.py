@@ -239,7 +239,9 @@ class PageStore:
     # --- segments --------------------------------------------------------------------------
 
     def _open_segment(self) -> None:
-        """Open a segment that has room and no writer, or create one. Raises OSError."""
+        """Open a segment that has room and no writer, or create one. Raises OSError if the disk
+        refuses.
+        """
         with self.folder.locked():
             file, used = self._with_room()
             if file is None:
@@ -253,7 +255,7 @@ class PageStore:
 
     def _with_room(self) -> tuple[IO[bytes] | None, int]:
         """Return a segment of this capacity that has room and no writer, locked, and how many
-        records it has; None if there is none. Raises OSError.
+        records it has; None if there is none. Raises OSError if the disk refuses.
         """
         for path in self._own.glob(f"*.{self._kind}"):
             capacity, used = self._read_table(path)

@@ -117,7 +117,7 @@ class PageTable:
         self._pages_changed()
 
     def check(self) -> None:
-        """Check that the ranges are in order and every page is held. Raises AssertionError."""
+        """Raise AssertionError unless the ranges are in order and every page is held."""
         shared = len(self._chain) * self.page_size
         assert self.reserved == len(self.pages) * self.page_size, "pages are counted wrongly"
         assert self._due == min(shared + self.page_size, self.reserved + 1), "a commit is missed"

@@ -185,8 +185,8 @@ class _Adapted:
         self._layers: dict[int, dict[str, dict[str, StoredPart]]] = {}
 
     def parts(self, module: str) -> tuple[int, dict[str, StoredPart]]:
-        """Return a module's layer, and the parts of its matrix by canonical name. Raises
-        ModelError.
+        """Return a module's layer, and the parts of its matrix by canonical name. Raises ModelError
+        if no adapter may change that module.
         """
         layer, name = self._place(module)
         if layer not in self._layers:

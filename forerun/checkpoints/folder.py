@@ -232,8 +232,8 @@ def _renamed(files: dict[str, TensorFile], names: Mapping[str, str]) -> dict[str
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Read a model folder's config.json. Raises ModelError; the message says what else the folder
-    may be.
+    """Read a model folder's config.json. Raises ModelError if it is absent or damaged; the message
+    says what else the folder may be.
     """
     if (folder / "config.json").is_file():
         return with_text_config(read_json(folder / "config.json"))
@@ -260,7 +260,7 @@ def files_by_tensor(folder: Path, kinds: Mapping[str, int] = FLOATS) -> dict[str
 
     kinds  as in read_shard
 
-    Raises ModelError.
+    Raises ModelError if there are no weights, or a file is damaged.
     """
     if (folder / _SINGLE).is_file():
         file = read_shard(folder / _SINGLE, kinds)
@@ -439,7 +439,8 @@ def generation_config(folder: Path) -> dict[str, Any]:
 
 def chat_template(folder: Path) -> str | None:
     """Read the chat template: chat_template.jinja, else the one in tokenizer_config.json, else that
-    in chat_template.json; merged with the one for tools if there is one. Raises ModelError.
+    in chat_template.json; merged with the one for tools if there is one. Raises ModelError if a
+    file is damaged, or it is no text.
     """
     alone, with_tools = (_text(folder / name) for name in _TEMPLATES)
     if alone is not None:

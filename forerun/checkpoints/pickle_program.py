@@ -239,7 +239,7 @@ def _sizes(value: Any) -> tuple[int, ...]:
 def _view(arguments: tuple[Any, ...]) -> View:
     """Return a View of storage, offset, shape, strides, requires_grad, hooks and possibly further
     attributes of a tensor, which must be empty: a flag there may mean that numbers are negated when
-    they are read. Raises ModelError.
+    they are read. Raises ModelError if one is set, or the view reaches beyond its storage.
     """
     match arguments:
         case (Storage() as storage, offset, shape, strides, bool(), dict(), *more):

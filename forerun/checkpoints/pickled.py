@@ -96,7 +96,9 @@ def write_safetensors(path: Path, target: IO[bytes]) -> int:
 
 
 def _opened(path: Path, what: str) -> Archive:
-    """Open and check the archive, except for the storages' lengths. Raises ModelError."""
+    """Open and check the archive, except for the storages' lengths. Raises ModelError if torch did
+    not save it, or it is damaged.
+    """
     data = mapped(path)
     with _damage_named(path):
         if len(data) and data[0] == _OLD:

@@ -22,7 +22,7 @@ _HARMLESS = ("word_embedding_dimension", "embedding_dimension", "include_prompt"
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRule:
-    """How an embedding is computed from hidden states. It always has length 1.
+    """The rule that computes an embedding, of length 1, from hidden states.
 
     pooling  "last" or "mean"
     source   the file or key that it comes from, for users
@@ -80,7 +80,9 @@ def _of_folder(folder: Path) -> EmbeddingRule:
 
 
 def _modules(folder: Path) -> list[tuple[str, str]]:
-    """Return (class, folder) of each module of modules.json. Raises ModelError."""
+    """Return (class, folder) of each module of modules.json. Raises ModelError if it cannot be
+    read, or names a folder elsewhere.
+    """
     path = folder / MODULES
     try:
         listed = json.loads(path.read_text(encoding="utf-8-sig")[: 1 << 20])

@@ -1,5 +1,5 @@
-"""How projects store prediction layers: their names, and the tensors besides those of a decoder
-layer.
+"""Names that projects give the tensors of prediction layers, those besides a decoder layer's
+included.
 """
 
 import re
@@ -23,7 +23,7 @@ Files = Mapping[str, TensorFile]
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """How one project stores prediction layers.
+    """The names that one project gives the tensors of prediction layers.
 
     title         the project
     layer         prefix of a layer's own tensors; its number in group 1

@@ -38,7 +38,7 @@ from forerun.types import Floats
 
 
 class Cut(Enum):
-    """How a tensor is divided among the ranks."""
+    """A division of a tensor among the ranks."""
 
     WHOLE = "every rank has all of it"
     ROWS = "by its first axis"

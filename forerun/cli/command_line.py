@@ -18,7 +18,8 @@ from forerun.version import __version__
 def parsed(words: Sequence[str]) -> argparse.Namespace | None:
     """Return the parsed command line, with options from files and variables; None if it has no
     command, in which case the help was printed. Logs which options have no effect; `serve` logs
-    these `notices` once its logging is set up. Raises ConfigError.
+    these `notices` once its logging is set up. Raises ConfigError if an option or a value is
+    invalid.
     """
     words = verbs.expanded(words)
     parser = build_parser([word for word in words if word in COMMANDS][:1])

@@ -34,7 +34,7 @@ NO_KEY = "none"
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What a program needs to know about the server.
+    """The server, as a program needs to know it.
 
     url      without /v1
     context  tokens that the model takes; None if the server does not report it
@@ -55,7 +55,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """How to connect a program to a server.
+    """The settings that connect a program to a server.
 
     environment  variables to start it with
     command      starts it; empty for a plug-in of an editor
@@ -112,7 +112,9 @@ def _start(setup: Setup, words: list[str], only_shown: bool, as_json: bool) -> N
 
 
 def written(file: Path, text: str) -> None:
-    """Write our part to a file, replacing an earlier one. Raises ConfigError."""
+    """Write our part to a file, replacing an earlier one. Raises ConfigError if it cannot be
+    written, or an earlier part has no end.
+    """
     try:
         before = file.read_text(encoding="utf-8") if file.exists() else ""
         head, mark, rest = before.partition(BEGIN)

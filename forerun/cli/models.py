@@ -75,8 +75,8 @@ def _row(name: str, size: int, path: Path | None) -> dict[str, Any]:
 
 
 def described(name: str) -> dict[str, Any]:
-    """Return facts about one model; downloads it if it is not on this machine. Raises
-    ModelError.
+    """Return facts about one model; downloads it if it is not on this machine. Raises ModelError if
+    it cannot be opened.
     """
     with bars() as report:
         model = open_model(name, report)
@@ -96,7 +96,9 @@ def described(name: str) -> dict[str, Any]:
 
 
 def pulled(name: str) -> dict[str, Any]:
-    """Download a model if needed, and verify it. Returns facts about it. Raises ModelError."""
+    """Download a model if needed, and verify it. Returns facts about it. Raises ModelError if it
+    cannot be opened.
+    """
     with bars() as report:
         model = open_model(name, report)
     size = sum(f.stat().st_size for f in model.path.rglob("*") if f.is_file()) or (

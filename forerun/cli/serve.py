@@ -53,7 +53,7 @@ def _models(
     arguments: argparse.Namespace, config: EngineConfig, settings: ServeSettings
 ) -> list[Named]:
     """Return all models to serve: those on the command line, in a folder and in a file. Raises
-    ConfigError.
+    ConfigError if --served-name is given, or one cannot be served.
     """
     if settings.served_name:
         raise ConfigError(
@@ -69,7 +69,7 @@ def _models(
 
 def prepared(arguments: argparse.Namespace) -> tuple[EngineConfig, ServeSettings]:
     """Return the configurations, with the API keys from their file, and set up logging accordingly.
-    Raises ConfigError.
+    Raises ConfigError if an option or a key is invalid, or an adapter has the name of the model.
     """
     config, settings = configured_both(EngineConfig, ServeSettings, arguments)
     if settings.api_key_file:

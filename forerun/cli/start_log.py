@@ -1,4 +1,4 @@
-"""What a server prints at its start, before its log."""
+"""The lines that a server prints at its start, before its log."""
 
 import logging
 

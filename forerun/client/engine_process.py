@@ -232,7 +232,9 @@ class EngineProcess:
         call_soon(self._loop, partial(self._ended.set_result, stopped))
 
     async def _description(self) -> None:
-        """Request counters and facts and wait for them. Raises EngineLostError."""
+        """Request counters and facts and wait for them. Raises EngineLostError if the process ends
+        first.
+        """
         call = next(self._numbers)
         await self._call(call, messages.Describe(call))
 

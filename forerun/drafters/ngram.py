@@ -89,7 +89,7 @@ position.
 
 
 class Coupling(NamedTuple):
-    """How the noise of a position modifies the probabilities of its tokens.
+    """The effect of a position's noise on the probabilities of its tokens.
 
     seed       of the noise
     strength   factor of the noise in the logarithm of a probability; 0: no noise

@@ -273,7 +273,8 @@ def mapped_ids(
     absolute: bool = False,
 ) -> Ints:
     """Return int32[Vd] from the offsets in d2t, or, if `absolute`, its target ids; the identity if
-    there is no map. Raises ModelError.
+    there is no map. Raises ModelError unless they are integers, one per draft id, each another id
+    of the target.
     """
     if "d2t" not in files:
         return np.arange(vocab, dtype=np.int32)

@@ -99,7 +99,7 @@ def _checked(
     file: GgufFile, target: Architecture, count: int, there: Mapping[str, tuple[int, ...]]
 ) -> dict[str, AnyStored]:
     """Return canonical name -> stored tensor of the layers; `there`: the file's names and shapes.
-    Raises ModelError.
+    Raises ModelError if one is missing, or has another shape.
     """
     wanted = _wanted(file, target, count)
     parts = [(name, part) for name, item in wanted.items() for part in item.parts]

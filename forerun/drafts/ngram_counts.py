@@ -113,7 +113,7 @@ def _predict(
 
 def write_ngrams(table: NgramTable, folder: Path) -> bool:
     """Store the table in a draft's folder (created if missing), atomically. Returns False and
-    writes nothing if the table is empty. Raises OSError.
+    writes nothing if the table is empty. Raises OSError if the disk refuses.
     """
     if not len(table.tokens):
         return False
@@ -123,7 +123,7 @@ def write_ngrams(table: NgramTable, folder: Path) -> bool:
 
 
 def write_table(table: NgramTable, path: Path) -> None:
-    """Store the table in a file, atomically. Raises OSError."""
+    """Store the table in a file, atomically. Raises OSError if the disk refuses."""
     tensors = {
         "extensions": _small(np.diff(table.extensions)),
         "earlier": _small(table.earlier),

@@ -45,7 +45,7 @@ def read_token_map(path: Path, vocab: int) -> Ints:
 
 def write_token_map(ids: Ints, path: Path) -> None:
     """Write target ids int32[n], ascending, as the JSON list that `read_token_map` reads. Raises
-    OSError.
+    OSError if the disk refuses.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(ids.tolist()) + "\n", encoding="utf-8")

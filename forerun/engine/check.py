@@ -29,9 +29,7 @@ def check_all(
 
 
 def check_scheduler(scheduler: Scheduler, open: list[Sequence]) -> None:
-    """Check that no page and no slot leaked; `open` are the sequences with a slot. Raises
-    AssertionError.
-    """
+    """Raise AssertionError if a page or a slot leaked; `open` are the sequences with a slot."""
     index, waiting = scheduler.index, scheduler.waiting
     index.check()
     held = Counter(scheduler.disk.held if scheduler.disk is not None else ())
@@ -52,7 +50,7 @@ def check_scheduler(scheduler: Scheduler, open: list[Sequence]) -> None:
 
 
 def check_sequence(sequence: Sequence) -> None:
-    """Check that a sequence's counters are in order (see Sequence). Raises AssertionError."""
+    """Raise AssertionError unless a sequence's counters are in order (see Sequence)."""
     table = sequence.table
     assert 0 < sequence.prompt_len <= sequence.total <= len(sequence.buffer)
     assert 0 <= table.length < sequence.total, "more keys and values than tokens"

@@ -95,7 +95,7 @@ class EngineCore:
         return True
 
     def check(self) -> None:
-        """Check that no page, slot or sequence leaked. Raises AssertionError."""
+        """Raise AssertionError if a page, slot or sequence leaked."""
         check_all(self.scheduler, self.open, self._parts.open_slots, self.outputs.live)
 
     def end_all(self, ending: Ending) -> None:

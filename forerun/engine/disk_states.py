@@ -1,5 +1,5 @@
-"""What a text needs besides its pages to continue after them, on disk: recurrent states, or the
-keys and values that sliding-window layers hold for its last pages.
+"""The states on disk that a text needs besides its pages to continue after them: recurrent ones, or
+the keys and values that sliding-window layers hold for its last pages.
 """
 
 from dataclasses import dataclass

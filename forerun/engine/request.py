@@ -52,7 +52,7 @@ class Speculation:
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """When a sequence ends.
+    """The conditions that end a sequence.
 
     max_tokens      most output tokens
     stop            strings; the text ends before the first (or after it, with include_stop) that is

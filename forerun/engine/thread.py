@@ -300,8 +300,8 @@ class Engine(EngineLoop):
         return {"drafter": parts.drafter.describe(), "speculation": parts.policy.describe()} | kept
 
     def check(self) -> None:
-        """Check that no page, slot or sequence leaked. Raises AssertionError. Call it on the
-        engine's thread, or while that is idle.
+        """Raise AssertionError if a page, slot or sequence leaked. Call it on the engine's thread,
+        or while that is idle.
         """
         self._core.check()
 

@@ -1,5 +1,5 @@
-"""Which nodes of a step a device may decide without the host: their tokens are chosen from the
-logits by temperature, seed and cut-offs alone.
+"""Find the nodes of a step that a device may decide without the host: their tokens are chosen from
+the logits by temperature, seed and cut-offs alone.
 """
 
 from dataclasses import dataclass

@@ -247,7 +247,7 @@ class StateSlots:
         self.register(slot, [Claim(row, length, key, kind)])
 
     def check(self) -> None:
-        """Check that no row leaked. Raises AssertionError. Between steps only."""
+        """Raise AssertionError if a row leaked. Between steps only."""
         rows = [each.row for each in self._checkpoints.values()] + self._free
         assert len(set(rows)) == len(rows), "a row has two states"
         assert +self._lengths == Counter(each.length for each in self._checkpoints.values())

@@ -20,7 +20,7 @@ from forerun.types import Ints
 
 
 class WindowPages:
-    """Which window page each page has. A window page is in one of three states:
+    """The map from pages to window pages. A window page is in one of three states:
 
         free  assigned to no page
         held  by the sequences of one or several slots, which may still read it
@@ -257,8 +257,8 @@ class WindowPages:
             self.of[page] = self._page[found] = -1
 
     def check(self) -> None:
-        """Check that every window page is free, held or idle, and that the table agrees. Raises
-        AssertionError.
+        """Raise AssertionError unless every window page is free, held or idle, and the table
+        agrees.
         """
         held = [page for one in self._held.values() for page in one.values()]
         everything = range(len(self._page))

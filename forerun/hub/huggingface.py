@@ -65,7 +65,7 @@ def fetched(repository: str, cache: Path | None = None, revision: str | None = N
     cache       the cache folder; None = from huggingface_hub's own settings
     revision    branch, tag or commit; None = main
 
-    Downloads configuration, safetensors and tokenizer, no code. Raises DownloadError.
+    Downloads configuration, safetensors and tokenizer, no code. Raises DownloadError if that fails.
     """
     return _snapshot(repository, _PATTERNS, cache, revision)
 
@@ -94,7 +94,7 @@ def fetched_pickled(
 
 def draft_fetched(repository: str, revision: str | None) -> Path:
     """Return the folder of a draft on the hub, with its safetensors, or its pickled weights if it
-    has no safetensors. revision: None = main. Raises DownloadError.
+    has no safetensors. revision: None = main. Raises DownloadError if that fails.
     """
     folder = fetched(repository, revision=revision)
     if any(folder.glob("*.safetensors")):
@@ -104,7 +104,7 @@ def draft_fetched(repository: str, revision: str | None) -> Path:
 
 def token_map_fetched(named: str) -> Path:
     """Return the path of a token map: a local file, or `organisation/name/file` on the hub, which
-    is downloaded; any other text unchanged. Raises DownloadError.
+    is downloaded; any other text unchanged. Raises DownloadError if that fails.
     """
     repository, _, name = named.rpartition("/")
     if Path(named).exists() or _HUB_FILE.fullmatch(named) is None:

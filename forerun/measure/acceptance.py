@@ -1,5 +1,5 @@
-"""How good a draft is, measured on the real engine: tokens per step, and at which depth draft
-tokens are rejected. Speculation is fixed, not adaptive, to measure the draft and not the policy.
+"""Measure a draft on the real engine: tokens per step, and the depths at which draft tokens are
+rejected. Speculation is fixed, not adaptive, to measure the draft and not the policy.
 """
 
 from collections.abc import Callable, Iterator, Sequence

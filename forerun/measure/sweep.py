@@ -40,7 +40,7 @@ TOPKS = (1, 4)
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What to measure.
+    """The measurements to make.
 
     settings  to compare with plain decoding; see `usual`
     batches   sequences in flight

@@ -20,7 +20,7 @@ from forerun.networks.keys import Keys
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """How to read one family's config.json into an Architecture.
+    """The rules that read one family's config.json into an Architecture.
 
     class_name  the only value of `architectures` for this family, besides its base model's
     layers      reads the keys about layers

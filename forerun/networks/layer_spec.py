@@ -86,7 +86,7 @@ class Latent:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """How scores are computed, in this order: q.k * scale, softcap, window, softmax.
+    """The computation of scores, in this order: q.k * scale, softcap, window, softmax.
 
     scale    multiplies q.k; 1/sqrt(E) in most models
     window   the query at position p attends to keys at positions > p - window; None: to all before

@@ -22,7 +22,7 @@ FIELDS: dict[str, "Field[Any]"] = {
 
 
 class Verdict(Enum):
-    """What happens to a name.
+    """The treatment of a name.
 
     SETS     it sets fields of ours
     ONLY     only the value that applies here anyway is accepted; others are rejected

@@ -65,7 +65,7 @@ KV_DTYPES = {"q8_0": "cpu", "float8": "torch"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """What to load and how to run it. `None` and "auto" are resolved by
+    """The model to load, and the options of its engine. `None` and "auto" are resolved by
     `forerun.build.engine.load`, whose result has the resolved configuration.
     """
 
@@ -287,7 +287,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        """Check bounds and contradictions. Raises ConfigError."""
+        """Raise ConfigError if a value is out of bounds, or two contradict each other."""
         settle(self)
         self._check_speculation()
         self._check_device()
@@ -432,7 +432,7 @@ def exact(config: EngineConfig) -> EngineConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeSettings:
-    """How the HTTP server listens, and which requests it accepts and rejects."""
+    """The options of the HTTP server: its address, and the requests that it accepts."""
 
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 opens it to the network")
     port: int = option(8000, "port to listen on; 0 takes any free one", low=0, high=65535)
@@ -562,7 +562,7 @@ class ServeSettings:
     )
 
     def __post_init__(self) -> None:
-        """Check bounds. Raises ConfigError."""
+        """Raise ConfigError if a value is out of bounds."""
         settle(self)
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl-keyfile and ssl-certfile go together: give both or neither.")
@@ -580,7 +580,7 @@ class ServeSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskConfig:
-    """How `run`, `chat` and `bench` sample text. Names are those of the API."""
+    """The sampling options of `run`, `chat` and `bench`, named as in the API."""
 
     max_tokens: int = option(512, "longest answer in tokens", low=1)
     temperature: float | None = option(
@@ -616,7 +616,7 @@ class AskConfig:
     ignore_eos: bool = option(False, "do not end at the model's end-of-text token")
 
     def __post_init__(self) -> None:
-        """Check bounds. Raises ConfigError."""
+        """Raise ConfigError if a value is out of bounds."""
         settle(self)
         if not all(self.stop):
             raise ConfigError("a stop text is empty; leave stop out to have none.")

@@ -128,7 +128,7 @@ def parsed(item: "Field[Any]", where: str, text: str) -> Any:
 
 def whole(text: str) -> int:
     """Parse a whole number; 8k is 8000 and 8K is 8192, likewise m, M, g and G, as in vLLM; 8KB is
-    8000 and 8KiB is 8192, likewise MB, GB and TB. Raises ValueError.
+    8000 and 8KiB is 8192, likewise MB, GB and TB. Raises ValueError for other text.
     """
     digits = text.rstrip("kKmMgGTiB")
     unit = _UNITS.get(text[len(digits) :].strip())

@@ -73,7 +73,7 @@ class Replica:
         return {"cache": load.pages_held / load.pages}
 
     def load(self, config: EngineConfig) -> Loaded:
-        """Open the model and its engine for this configuration. Raises ForerunError."""
+        """Open the model and its engine. Raises ForerunError if that fails."""
         return load(config)
 
     def _within(self, seconds: float, config: EngineConfig) -> Loaded:

@@ -11,7 +11,7 @@ from forerun.options.flags import own_option
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How many replicas there are, and what Ray reserves for each.
+    """The number of replicas, and the resources that Ray reserves for each.
 
     replicas  the least number of replicas
     most      the greatest number, if there is work for them; 0 = always `replicas`

@@ -168,7 +168,7 @@ def _in_the_way(host: str, port: int, error: Exception) -> str:
 
 
 class Drained(Protocol):
-    """What a server drains at its end: Service, Models, or the front of replicas.
+    """A part that a server drains at its end: Service, Models, or the front of replicas.
 
     failed  set when it cannot answer any more
     """

@@ -24,7 +24,7 @@ _NO_SCORE: Floats = np.zeros(0, np.float32)
 
 
 class DraftSource(IntEnum):
-    """Which drafter proposed a draft token. Used for statistics and traces only."""
+    """The drafter that proposed a draft token. Used for statistics and traces only."""
 
     UNKNOWN = 0
     NGRAM = 1

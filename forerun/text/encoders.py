@@ -184,7 +184,9 @@ def _mapped(step: Spec | None, change: Callable[[Spec], Spec | None]) -> Spec | 
 
 
 def built(spec: Spec) -> tokenizers.Tokenizer:
-    """Build the tokenizer of a `tokenizer.json` document. Raises ModelError."""
+    """Build the tokenizer of a `tokenizer.json` document. Raises ModelError if tokenizers refuses
+    it.
+    """
     with _refused():
         return tokenizers.Tokenizer.from_str(json.dumps(spec))
 

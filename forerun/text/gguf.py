@@ -175,7 +175,9 @@ _LINES = {"type": "Split", "pattern": {"Regex": "\\n+"}, "behavior": "Isolated",
 
 
 def _stated(metadata: Mapping[str, Any], merged: bool) -> list[list[str]]:
-    """Return the merges in the file; none unless `merged`. Raises ModelError."""
+    """Return the merges in the file; none unless `merged`. Raises ModelError if they are no
+    strings.
+    """
     merges = _strings(metadata, "tokenizer.ggml.merges")
     return [merge.split(" ", 1) for merge in merges] if merged else []
 

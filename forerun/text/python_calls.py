@@ -224,7 +224,9 @@ class _Reader:
         return self._at == len(self._text)
 
     def value(self, levels: int) -> Any:
-        """Parse the next value, with at most `levels` levels in it. Raises _NoLiteralError."""
+        """Parse the next value, with at most `levels` levels in it. Raises _NoLiteralError if there
+        is none.
+        """
         self._blank()
         sign = self._text[self._at : self._at + 1]
         if not levels or not sign:

@@ -18,7 +18,7 @@ TAIL = 64
 
 
 class Stage(StrEnum):
-    """Whether an answer is in its reasoning (THINKING), after it (ANSWERING), or not known yet
+    """The place of an answer: in its reasoning (THINKING), after it (ANSWERING), or not known yet
     (UNDECIDED).
     """
 

@@ -259,7 +259,9 @@ class Tokenizer:
         return cls(codec, pieces, added, ends, whole, bound, codec.within)
 
     def save(self, path: Path) -> None:
-        """Write a `tokenizer.json`. Raises OSError; ModelError for a tokenizer of bytes."""
+        """Write a `tokenizer.json`. Raises ModelError for a tokenizer of bytes, OSError if the disk
+        refuses.
+        """
         if self._whole is None:
             raise ModelError("a tokenizer of bytes has no file")
         path.write_text(built(self._whole()).to_str(pretty=True), encoding="utf-8")
@@ -267,7 +269,7 @@ class Tokenizer:
     def warm_up(self) -> None:
         """Build the encoders, which the first text would have to wait for: a fraction of a second,
         with 262k scored tokens some seconds. An engine behind a server, which gets ids, needs them
-        only for grammars. Raises ModelError.
+        only for grammars. Raises ModelError if the file is damaged.
         """
         self.encode_part("", first=True)
         self.least_tokens("")
@@ -371,7 +373,7 @@ class Tokenizer:
 
 def document(path: Path, most: int | None) -> dict[str, Any]:
     """Return a `tokenizer.json` without added tokens whose ids are `most` or more. Raises
-    ModelError.
+    ModelError if it is damaged or no BPE.
     """
     try:
         spec = json.loads(path.read_text(encoding="utf-8-sig"))

@@ -33,7 +33,7 @@ _MARK = "\u2603FORERUN\u2603"
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How answers are generated.
+    """The rules by which answers are generated.
 
     answers     number of finished chats to generate
     max_tokens  longest answer, in tokens
@@ -397,7 +397,9 @@ class AnswerStore:
             self.save()
 
     def save(self) -> None:
-        """Write the chats that are not on disk yet as one new part, atomically. Raises OSError."""
+        """Write the chats that are not on disk yet as one new part, atomically. Raises OSError if
+        the disk refuses.
+        """
         fresh = self.chats[self._stored :]
         useless = self.useless[self._stored_useless :]
         if not fresh and not useless:

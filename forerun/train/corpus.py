@@ -96,7 +96,7 @@ def write_chats(folder: Path, chats: list[Chat], held_out: int) -> Corpus:
 
 def write_whole(path: Path, text: str) -> None:
     """Write a file atomically, since the next run would take a truncated one for complete. Raises
-    OSError.
+    OSError if the disk refuses.
     """
     part = path.with_name(f"{path.name}.part")
     part.write_text(text, encoding="utf-8")

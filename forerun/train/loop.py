@@ -38,7 +38,8 @@ class TrainingError(ForerunError):
 
 @dataclass(frozen=True, slots=True)
 class TrainingSchedule:
-    """How to train. Rates are AdamW's; a step is one batch of about `tokens` answer tokens.
+    """The length and the rates of training. Rates are AdamW's; a step is one batch of about
+    `tokens` answer tokens.
 
     minutes     train at most this long, including earlier runs: the learning rate then falls with
                 the elapsed time, so that it reaches its floor on any machine; 0 = off
@@ -167,7 +168,7 @@ class _Run:
     ema: WeightEma | None
 
     def save(self, progress: Progress) -> None:
-        """Write the checkpoint to continue from. Raises OSError."""
+        """Write the checkpoint to continue from. Raises OSError if the disk refuses."""
         folder = self.trial.folder / "last"
         save_snapshot(folder, self.trial.head, self.optimiser, progress, self.ema)
 

@@ -294,7 +294,7 @@ class Anchors:
 
 @dataclass(frozen=True, slots=True)
 class BlockPlan:
-    """How blocks are trained.
+    """The weights by which blocks are trained.
 
     anchors  blocks of each text in one step
     decay    factor of the loss weight from one draft token to the next

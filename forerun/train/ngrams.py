@@ -14,7 +14,7 @@ JUDGED = 4000
 def make_table(corpus: Corpus, vocab: int, folder: Path) -> float:
     """Count the training chats' answers, write the table to `folder`, and evaluate it on held-out
     answers. Returns the share, 0 to 1, of held-out answer tokens that its best prediction hits. If
-    nothing could be counted, returns 0 and writes no file. Raises OSError.
+    nothing could be counted, returns 0 and writes no file. Raises OSError if the disk refuses.
     """
     end = int(corpus.starts[corpus.chats - corpus.held_out])
     tokens, wanted = np.asarray(corpus.tokens), np.asarray(corpus.wanted)

@@ -12,7 +12,7 @@ from forerun.options.flags import own_option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """How a draft is trained. `presets` has sets of values that belong together."""
+    """The options of training a draft. `presets` has sets of values that belong together."""
 
     answers: int = option(2000, "answers the target writes", low=2)
     answer_tokens: int = option(384, "longest answer, in tokens", low=8)

@@ -67,7 +67,7 @@ class Unrollable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Unrolling:
-    """How many steps to unroll, and their weights.
+    """The number of steps to unroll, and their weights.
 
     decay  factor of the loss weight from one step to the next
     thin   share of rows, drawn at random, that continues to each further step

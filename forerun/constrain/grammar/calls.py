@@ -52,7 +52,7 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """Which calls and which text an answer with tools may have.
+    """The calls and the text that an answer with tools may have.
 
     required  calls and nothing else
     several   more than one call

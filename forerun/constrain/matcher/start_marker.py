@@ -16,8 +16,8 @@ from forerun.interface.grammars import legal
 
 
 class MarkerTokens:
-    """How the tokens of a vocabulary spell a start text. Immutable; all its requests share it.
-    Creating one reads every token of the vocabulary: 5 to 50 ms.
+    """The spellings of a start text by the tokens of a vocabulary. Immutable; its requests share
+    it. Creating one reads every token of the vocabulary: 5 to 50 ms.
     """
 
     def __init__(self, start: Start, vocabulary: Vocabulary) -> None:

@@ -234,7 +234,7 @@ class CpuModel:
 
     def final_hidden_states(self, nodes: Ints) -> Floats:
         """Return float32[n,H], the hidden states of the last step's nodes int32[n] after the final
-        norm. Raises EngineError.
+        norm. Raises EngineError after `shutdown`.
         """
         values = np.empty((len(nodes), self._arch.hidden), np.float32)
         arguments = self._models()[0], nodes.ctypes.data, len(nodes), values.ctypes.data

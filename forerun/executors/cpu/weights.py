@@ -224,7 +224,8 @@ class Packer:
         return kind if kind in _FLOATS else "few bits"
 
     def load(self, model: int, progress: Callable[[int, int], None] = lambda *_: None) -> None:
-        """Set a native model's layers and pack every tensor into it. Raises ModelError.
+        """Set a native model's layers and pack every tensor into it. Raises ModelError if the core
+        refuses one.
 
         progress  called after each matrix with (bytes packed so far, bytes in total)
         """
@@ -371,7 +372,9 @@ class DraftTensors:
         return int(sum(packed)) + 4 * _ALIGN * len(matrices) + sum(vectors) + biases
 
     def load(self, model: int, target: Checkpoint) -> None:
-        """Copy the tensors into a native model; `target` has the head's rows. Raises ModelError."""
+        """Copy the tensors into a native model; `target` has the head's rows. Raises ModelError if
+        the core refuses one.
+        """
         draft = self.draft
         for place in self.matrices:
             stored = Stored("F32", draft.tensor(f"{place.name}.weight"), becomes=self.format)
@@ -402,7 +405,9 @@ class Stored:
 
 
 def set_layer(model: int, layer: int, kind: native.LayerKind) -> None:
-    """Describe a native model's layer to the core, before its tensors. Raises ModelError."""
+    """Describe a native model's layer to the core, before its tensors. Raises ModelError if the
+    core refuses it.
+    """
     code = native.load().forerun_set_layer(model, layer, ctypes.byref(kind))
     _raise_for(code, f"model.layers.{layer}")
 

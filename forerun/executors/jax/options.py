@@ -1,4 +1,4 @@
-"""How a JaxExecutor runs."""
+"""Options of a JaxExecutor."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class JaxOptions:
-    """How a JaxExecutor runs.
+    """Options of a JaxExecutor.
 
     dtype        of matrices, activations, keys and values
     shards       devices that share every layer (tensor parallel)

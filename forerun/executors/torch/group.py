@@ -25,8 +25,8 @@ LOOK = timedelta(seconds=0.25)
 
 
 class Waits:
-    """Which ranks are within a collective, in shared memory: for each rank how many collectives it
-    has entered, how many it has left, and how often it has polled.
+    """A table in shared memory that shows which ranks are within a collective: for each, how many
+    it has entered, how many it has left, and how often it has polled.
 
     file  a descriptor of a file of `size_of` bytes, zeros
     """

@@ -25,7 +25,9 @@ FILE = "file"
 
 
 def activations(dtype: str, device: torch.device) -> torch.dtype:
-    """Return the dtype of activations for a name in DTYPES or FILE. Raises ConfigError."""
+    """Return the dtype of activations for a name in DTYPES or FILE. Raises ConfigError for another
+    name.
+    """
     if dtype == FILE:
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     if dtype not in DTYPES:

@@ -1,6 +1,6 @@
-"""How a step is divided: rows and nodes of a round (Size) and the record that it returns; nodes of
-a row into tiles of attention, and long prefixes into parts. A program of an attention kernel
-processes one tile and one part of its row's prefix (triton_attention.py).
+"""The sizes of a step: rows and nodes of a round (Size), the record that it returns, tiles of
+attention of a row's nodes, and parts of long prefixes. A program of an attention kernel processes
+one tile and one part of its row's prefix (triton_attention.py).
 """
 
 from typing import Any, NamedTuple

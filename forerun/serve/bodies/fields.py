@@ -276,7 +276,7 @@ def shown(value: Any) -> str:
 
 @takes({})
 def whatever(value: Any, where: str) -> Any:
-    """Return `value` as it is, unchecked: for fields that change nothing. Raises nothing."""
+    """Return `value` as it is, unchecked: for fields that change nothing."""
     return value
 
 

@@ -181,8 +181,8 @@ def _generation(
     settings: ServeSettings,
     continues_text: bool,
 ) -> Generation:
-    """Return the generation of these prompts; `continues_text` as in Request. Raises
-    RequestError.
+    """Return the generation of these prompts; `continues_text` as in Request. Raises RequestError
+    if a field contradicts another, or exceeds a limit.
     """
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true.", "stream_options")
@@ -378,7 +378,7 @@ def _check_limits(
     sampling: Sampling,
     settings: ServeSettings,
 ) -> None:
-    """Check the server's own limits, before anything is allocated. Raises RequestError."""
+    """Raise RequestError if a limit of the server is exceeded, before anything is allocated."""
     if body.n > settings.max_choices:
         raise RequestError(f"n is {body.n}, but this server allows {settings.max_choices}.", "n")
     if body.n * len(prompts) > MAX_SEQUENCES:

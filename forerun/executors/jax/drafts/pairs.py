@@ -1,5 +1,5 @@
-"""How the token above changes a block drafter's scores: what executors/pair_scores.py computes on
-the host, for all nodes of a level at once.
+"""Change a block drafter's scores by the token above, as executors/pair_scores.py does on the host,
+for all nodes of a level at once.
 
 Weights are in params["draft"]["pairs"]: `before` [V,r] and `after` [Vd,r] in the dtype of matrices;
 `joint` and `sure` [in, out] and their biases in float32, if they exist; `chances`

@@ -1,6 +1,6 @@
-"""Which keys each node of a step attends to, as tensors for kernels: rows, pages and trees; and
-which nodes of an eager step need which results. Two numbers per node, `enter` and `leave`, describe
-its ancestors instead of an N x N mask: see forerun.speculative.verify.intervals.
+"""The keys that each node of a step attends to, as tensors for kernels: rows, pages and trees; and
+the nodes of an eager step that need each result. Two numbers per node, `enter` and `leave`,
+describe its ancestors instead of an N x N mask: see forerun.speculative.verify.intervals.
 """
 
 from dataclasses import dataclass

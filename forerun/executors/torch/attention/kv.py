@@ -39,7 +39,7 @@ Slots = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """What layers cache per position.
+    """The keys and values that layers cache per position.
 
     caches    of each layer with keys and values of its own (Architecture.caches)
     places    index in `caches` that each layer reads; None: every layer has its own

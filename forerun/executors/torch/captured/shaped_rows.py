@@ -1,4 +1,4 @@
-"""What rows of a round need of the sampler beyond a temperature, and the device's state for that.
+"""The sampler's inputs of rows with more than a temperature, and the device's state for them.
 
     host    a slot's parameters, masks           -> buffers
     device  [slots+1,V] what each token is in a slot's text (shaping.py), and its biases

@@ -253,7 +253,9 @@ class Ranks:
             )
 
     def give_up(self, error: BaseException) -> NoReturn:
-        """End the other ranks, since rank 0 is out of step with them. Raises RankError."""
+        """End the other ranks, since rank 0 is out of step with them, and raise RankError with the
+        cause.
+        """
         if isinstance(error, RankError):
             self._end(str(error), None)
         with self._changed:

@@ -27,7 +27,9 @@ from forerun.executors.torch.sizes import Size
 
 
 def opened(path: Path, context: int | None = None) -> Checkpoint:
-    """Open the checkpoint at a path, for texts of up to `context` tokens. Raises ModelError."""
+    """Open the checkpoint at a path, for texts of up to `context` tokens. Raises ModelError if it
+    is damaged or not supported.
+    """
     return FolderCheckpoint(path, context) if path.is_dir() else GgufCheckpoint(path, context)
 
 

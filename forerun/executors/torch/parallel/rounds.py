@@ -60,7 +60,7 @@ class SharedRunner(CudaGraphRunner):
         self, size: Size, staging: StagingBuffer, first: Sequence[Callable[[], None]] = ()
     ) -> Callable[[], None]:
         """Launch as CudaGraphRunner.launch, on all ranks. first: at most what `send` returned.
-        Raises RankError.
+        Raises RankError if a rank fails.
         """
         arrays: Arrays = {"inputs": staging.whole.numpy()}
         for each in first:

@@ -28,7 +28,8 @@ Messages = tuple[dict[str, Any], ...]
 
 
 def chat_body(body: ResponsesBody, messages: Messages) -> ChatBody:
-    """Convert the request to a ChatBody. Raises RequestError.
+    """Convert the request to a ChatBody. Raises RequestError if it has no input, or `top_logprobs`
+    that `include` does not announce.
 
     messages  the conversation, without instructions
     """

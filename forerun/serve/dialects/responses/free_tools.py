@@ -69,7 +69,8 @@ def is_free(value: Any) -> bool:
 
 def free_tool(value: dict[str, Any], where: str) -> Tool:
     """Return the function for such a tool. A regular expression constrains its text; a Lark grammar
-    does not (`unheld`), and is only shown to the model. Raises RequestError.
+    does not (`unheld`), and is only shown to the model. Raises RequestError if one of them is
+    invalid.
     """
     if value["type"] == SHELL:
         read(Typed, value, where)

@@ -238,7 +238,7 @@ def _conversation(
     body: ResponsesBody, known: Mapping[str, Offer], store: ResponseStore
 ) -> Messages:
     """Return the messages so far, in stored answers and in the request itself. known: its tools.
-    Raises ApiError.
+    Raises ApiError if a stored answer is not there.
     """
     names = {(one.namespace, one.name): name for name, one in known.items()}
     return (*_earlier(body.previous_response_id, store), *messages_of(body.input, names))
