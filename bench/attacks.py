@@ -146,7 +146,7 @@ def dripped(url: str, seconds: float) -> Iterator[int]:
         yield 0
 
 
-class Watched:
+class WaitingClients:
     """Two clients that wait: one always has a stream open, one asks /health again and again."""
 
     def __init__(self, url: str, model: str, headers: dict[str, str]) -> None:
@@ -156,7 +156,7 @@ class Watched:
         self._since = dict.fromkeys(self.gaps, time.monotonic())
         self._threads = [threading.Thread(target=each) for each in (self._read, self._ask)]
 
-    def __enter__(self) -> "Watched":
+    def __enter__(self) -> "WaitingClients":
         for thread in self._threads:
             thread.start()
         return self
@@ -202,7 +202,7 @@ def beside(
         while bodies and time.monotonic() < until:
             statuses.update(send(path, body) for path, body in bodies)
 
-    with Watched(url, model, headers) as watched:
+    with WaitingClients(url, model, headers) as watched:
         threads = [threading.Thread(target=attack) for _ in range(2 if bodies else 4)]
         for thread in threads:
             thread.start()

@@ -28,7 +28,7 @@ from tests.parity.launches import (
     modules,
 )
 
-ASKED = (
+SHAPES_RUN = (
     *((1, 1, 0), (1, 2, 0), (1, 4, 0), (1, 8, 0), (16, 1, 0), (33, 5, 0), (64, 1, 0), (64, 2, 0)),
     *((64, 8, 0), (1, 1, 3), (1, 4, 3), (16, 4, 3), (64, 2, 1), (64, 4, 3)),
 )
@@ -74,7 +74,7 @@ def table() -> str:
     heads = ("rows x nodes, levels", "run as", "padding", "launches", "floor, GB", "all, GB")
     lines = ["| " + " | ".join((*heads, *(f"{name}, ms" for name in BANDWIDTH))) + " |"]
     lines.append("| --- " * (len(heads) + len(BANDWIDTH)) + "|")
-    lines += [line(*shape, "bfloat16") for shape in ASKED]
+    lines += [line(*shape, "bfloat16") for shape in SHAPES_RUN]
     for numbers in ("float8", "8 bits", "4 bits"):
         lines += [line(*shape, numbers) for shape in NARROW]
     return HEAD + "\n".join(lines) + "\n\n" + budgets() + "\n" + splits()

@@ -39,7 +39,7 @@ class Forking:
         return SimpleNamespace(**vars(subprocess) | {"Popen": self.popen})
 
 
-class Here(Forking):
+class LocalForks(Forking):
     """Forks of this process, as long as it has one thread."""
 
     def able(self):
@@ -54,11 +54,11 @@ class Here(Forking):
 
 
 READY = []
-"""Sockets of processes that were forked for a Nursery to come."""
+"""Sockets of processes that were forked for a ForkServer to come."""
 
 
 def get_ready():
-    """Fork what a Nursery will ask, while this process has one thread: it has imported what this
+    """Fork what a ForkServer will ask, while this process has one thread: it has imported what this
     one has, and nothing of this one's is open in it.
     """
     ours, theirs = socket.socketpair()
@@ -74,7 +74,7 @@ def get_ready():
     READY.append(ours)
 
 
-class Nursery(Forking):
+class ForkServer(Forking):
     """A process that has imported some modules and does nothing but fork."""
 
     def __init__(self, *modules):

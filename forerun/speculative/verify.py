@@ -1,7 +1,7 @@
 """Tree attention: every node sees the cached prefix, its ancestors and itself.
 
 As in SpecInfer (arXiv 2305.09781, section 4.2) and Medusa (arXiv 2401.10774, section 2.3.1).
-tests/twins/verify.py is the reference for executors.
+tests/references/verify.py is the reference for executors.
 """
 
 import numpy as np

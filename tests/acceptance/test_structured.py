@@ -34,7 +34,7 @@ def record(**properties):
 
 
 TEXT, NUMBER = {"type": "string", "maxLength": 30}, {"type": "number"}
-ASKED = {
+REQUESTS = {
     "List three cities as JSON records.": {
         "type": "array",
         "items": record(city=TEXT, country=TEXT, population=NUMBER, capital={"type": "boolean"}),
@@ -106,13 +106,13 @@ def length(target, question, grammar, answers):
 
 @pytest.mark.parametrize(
     ("questions", "answers", "gain"),
-    [([*ASKED][2:3], 3, 1.2), pytest.param([*ASKED], 6, 1.4, marks=pytest.mark.slow)],
+    [([*REQUESTS][2:3], 3, 1.2), pytest.param([*REQUESTS], 6, 1.4, marks=pytest.mark.slow)],
     ids=["one", "all"],
 )
 def test_constrained_text_takes_fewer_steps_than_free_text(target, questions, answers, gain):
     rates = {}
     for question in questions:
-        bound = target.compile(Grammar.json_schema(ASKED[question]))
+        bound = target.compile(Grammar.json_schema(REQUESTS[question]))
         rates[question] = (
             length(target, question, bound, answers),
             length(target, question, None, answers // 2),

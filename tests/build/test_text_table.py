@@ -23,7 +23,7 @@ from forerun.text.tokenizer import Tokenizer
 
 MODEL = "smollm2-135m"
 WITHOUT_DRAFT = {"model": MODEL, "speculative_draft_model_path": "none", "policy": "fixed"}
-ASKED = "The capital of France is a city that"
+PROMPT = "The capital of France is a city that"
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def target():
     made.close()
 
 
-class Used:
+class TableLog:
     """Remembers tables, and lets a test wait for so many."""
 
     def __init__(self):
@@ -85,13 +85,13 @@ def test_the_text_ships_whole():
 @pytest.mark.model
 @pytest.mark.slow
 def test_a_table_is_counted_beside_serving_and_kept(cache, target):
-    vocab, used = target.memory.limits.vocab, Used()
+    vocab, used = target.memory.limits.vocab, TableLog()
     made = text_table.provide(MODEL, None, target.tokenizer, vocab, used)
     assert "being counted" in made.sentence
     used.wait(2)
     first, whole = used.tables
     assert 1000 < first.contexts < whole.contexts
-    again = Used()
+    again = TableLog()
     kept = text_table.provide(MODEL, None, target.tokenizer, vocab, again)
     assert "with" in kept.sentence and again.tables[0].contexts == whole.contexts
     made.close()
@@ -102,7 +102,7 @@ def test_a_kept_table_is_used_at_once_and_a_damaged_one_is_not(cache, target):
     vocab, path = target.memory.limits.vocab, text_table.file_of(target.tokenizer, 49152)
     path.parent.mkdir(parents=True)
     write_table(small(target.tokenizer, vocab), path)
-    used = Used()
+    used = TableLog()
     assert text_table.provide(MODEL, None, target.tokenizer, vocab, used)._worker is None
     assert used.tables[0].contexts > 1000
     path.write_bytes(path.read_bytes()[:1000])
@@ -161,7 +161,7 @@ def test_a_first_part_is_used_while_all_is_counted(cache, target):
     vocab, path = target.memory.limits.vocab, text_table.file_of(target.tokenizer, 49152)
     path.parent.mkdir(parents=True)
     write_table(small(target.tokenizer, vocab), path.with_suffix(text_table.FIRST_PART))
-    used = Used()
+    used = TableLog()
     made = text_table.provide(MODEL, None, target.tokenizer, vocab, used)
     assert len(used.tables) == 1 and made._worker is not None
     made.close()
@@ -169,7 +169,7 @@ def test_a_first_part_is_used_while_all_is_counted(cache, target):
 
 def test_what_cannot_be_counted_is_a_warning(cache, caplog):
     """And the model serves without: here there is none of that name."""
-    made = text_table.provide("no/such-model-here", None, Tokenizer.byte_level(), 300, Used())
+    made = text_table.provide("no/such-model-here", None, Tokenizer.byte_level(), 300, TableLog())
     assert made._worker.wait(120) != 0
     for thread in threading.enumerate():
         if thread.name == "forerun-text-table":
@@ -179,7 +179,7 @@ def test_what_cannot_be_counted_is_a_warning(cache, caplog):
 
 def test_a_table_that_the_cache_cannot_store_is_the_process_own(cache, monkeypatch, tmp_path):
     """What is measured where the cache is read-only has it, too. A copy stands for the counting."""
-    tokenizer, ready, used = Tokenizer.byte_level(), tmp_path / "ready", Used()
+    tokenizer, ready, used = Tokenizer.byte_level(), tmp_path / "ready", TableLog()
     write_table(text_table.count(tokenizer, 300, ["so it goes, " * 99]), ready)
     copies = "import shutil, sys; print(shutil.copy(*sys.argv[1:]))"
     popen = text_table.subprocess.Popen
@@ -200,7 +200,7 @@ def test_without_a_folder_that_can_be_written_none_is_counted(cache, monkeypatch
     """As in a container whose file systems are all read-only: it serves without the table."""
     monkeypatch.setattr(text_table.os, "access", lambda path, mode: False)
     monkeypatch.setattr(text_table.tempfile, "tempdir", str(tmp_path / "none"))
-    made = text_table.provide("any", None, Tokenizer.byte_level(), 300, Used())
+    made = text_table.provide("any", None, Tokenizer.byte_level(), 300, TableLog())
     assert not made.counting and made.sentence.startswith("without an n-gram table")
     made.wait()
     made.close()

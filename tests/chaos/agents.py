@@ -23,7 +23,7 @@ MAX_STEPS = 20_000
 
 
 @dataclass(frozen=True)
-class Said:
+class Exchange:
     """One request of the play, what was answered, and how many of its tokens were cached."""
 
     prompt: tuple[int, ...]
@@ -32,7 +32,9 @@ class Said:
     cached: int
 
 
-def ask(engine: Engine, prompts: list[tuple[tuple[int, ...], dict]], **speculation) -> list[Said]:
+def ask(
+    engine: Engine, prompts: list[tuple[tuple[int, ...], dict]], **speculation
+) -> list[Exchange]:
     """Submit requests together and step by hand until all have ended; what came of each.
 
     Pages, slots and tables are checked after every step.
@@ -61,7 +63,7 @@ def ask(engine: Engine, prompts: list[tuple[tuple[int, ...], dict]], **speculati
         assert steps < MAX_STEPS, "the round does not end"
     assert engine.stats().load.pages_held == 0
     return [
-        Said(prompt, options, tuple(tokens[request.id]), cached[request.id])
+        Exchange(prompt, options, tuple(tokens[request.id]), cached[request.id])
         for (prompt, options), request in zip(prompts, requests, strict=True)
     ]
 
@@ -73,7 +75,7 @@ class Script:
         self.seed, self.agents, self.turns = seed, agents, turns
         self.piece, self.room = piece, room
 
-    def play(self, engine: Engine) -> list[list[Said]]:
+    def play(self, engine: Engine) -> list[list[Exchange]]:
         """Run the whole script on an engine: what was said, by round."""
         random = np.random.default_rng(self.seed)
         systems = [self.piece(random, "system") for _ in range(2)]
@@ -107,17 +109,19 @@ class Script:
         return tuple(text), options
 
 
-def cached(rounds: list[list[Said]], page_size: int = 1) -> int:
+def cached(rounds: list[list[Exchange]], page_size: int = 1) -> int:
     """Prompt tokens that came from the prefix cache, those of whole pages of this size."""
     return sum(one.cached // page_size * page_size for said in rounds for one in said)
 
 
-def conversation_tokens(rounds: list[list[Said]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def conversation_tokens(rounds: list[list[Exchange]]) -> list[tuple[tuple[int, ...], ...]]:
     """Prompts and answers alone."""
     return [(one.prompt, one.answer) for said in rounds for one in said]
 
 
-def ask_again(engine: Engine, rounds: list[list[Said]], seed: int, at_once: int) -> tuple[int, int]:
+def ask_again(
+    engine: Engine, rounds: list[list[Exchange]], seed: int, at_once: int
+) -> tuple[int, int]:
     """Ask everything once more, in another order and company; each must get the same tokens.
 
     How many were asked, and how many of their prompt tokens were cached.

@@ -42,7 +42,7 @@ def test_a_server_that_cannot_begin_leaves_no_engine(monkeypatch, capsys):
     """Nor does one that is interrupted while it loads its own code."""
     begun = []
 
-    class Kept(serve_begin.EngineStart):
+    class RecordedStart(serve_begin.EngineStart):
         def __init__(self, *command):
             super().__init__((sys.executable, "-c", "input()"))
             begun.append(self)
@@ -50,7 +50,7 @@ def test_a_server_that_cannot_begin_leaves_no_engine(monkeypatch, capsys):
     def interrupted(arguments, program, begun):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(serve_begin, "EngineStart", Kept)
+    monkeypatch.setattr(serve_begin, "EngineStart", RecordedStart)
     assert main(["serve", "nosuch.gguf", "--port", "0"]) == 3
     assert "nosuch.gguf" in capsys.readouterr().err
     monkeypatch.setattr(serve, "main", interrupted)

@@ -32,7 +32,7 @@ from forerun.options.config import EngineConfig
 from forerun.speculative.tree import DraftSource
 from forerun.types import RequestId
 from tests.cli.toys import toy_loaded
-from tests.forked import Nursery
+from tests.forked import ForkServer
 from tests.worlds.servers import alive, status, wait_for
 
 TOY = EngineConfig(model="toy")
@@ -44,7 +44,7 @@ def forks():
     """Engines are forks of a process that has imported what they import; servers' are not
     (tests/cli/test_serve_command.py).
     """
-    with pytest.MonkeyPatch.context() as patch, Nursery("tests.worlds.toy_engine") as nursery:
+    with pytest.MonkeyPatch.context() as patch, ForkServer("tests.worlds.toy_engine") as nursery:
         patch.setattr(engine_start, "subprocess", nursery.subprocess())
         yield
 
@@ -54,7 +54,7 @@ def command(config=TOY, **options):
     return EngineCommand(program, config)
 
 
-class Heard:
+class RecordingSink:
     """A Sink that remembers; `ended` is set by the last delta, or an error."""
 
     def __init__(self):
@@ -130,29 +130,29 @@ def test_a_request_an_abort_a_grammar_and_the_end():
     async def scenario():
         engine, ready = await EngineProcess.open(command(delay=0.001))
         assert ready.name == "toy" and engine.alive and engine.fault is None
-        heard = Heard()
+        heard = RecordingSink()
         engine.submit(make_request(HI, max_tokens=5), heard)
         await heard.ended.wait()
         assert heard.text == "djell"
-        gone, request = Heard(), make_request(HI, max_tokens=3000)
+        gone, request = RecordingSink(), make_request(HI, max_tokens=3000)
         engine.submit(request, gone)
         engine.abort(request.id)
         await gone.ended.wait()
         constraint = await engine.compile(Grammar.regex("(ab){3}", "regex"), "me")
-        held = Heard()
+        held = RecordingSink()
         engine.submit(make_request(HI, (257,), max_tokens=20, grammar=constraint), held)
         await held.ended.wait()
         assert held.text == "ababab"
         with pytest.raises(RequestError, match="regex") as error:
             await engine.compile(Grammar.regex("(ab", "regex"), "me")
         assert error.value.field == "regex"
-        refused = Heard()
+        refused = RecordingSink()
         engine.submit(make_request(HI, max_tokens=10**6), refused)
         await refused.ended.wait()
         assert isinstance(refused.error, ContextError) and refused.error.requested == 10**6
         stats = await engine.stats()
         assert stats.finished[Finish.ABORT] == 1 and stats.load.pages_held == 0
-        running = Heard()
+        running = RecordingSink()
         engine.submit(make_request(HI, max_tokens=3000), running)
         await engine.close()
         assert running.ended.is_set() and not engine.alive and engine.loss is None
@@ -200,7 +200,7 @@ def test_what_cannot_be_loaded_is_the_same_error_here():
 def test_a_process_that_ends_is_an_error_of_whoever_waits():
     async def scenario():
         engine, _ = await EngineProcess.open(command(delay=0.01))
-        heard = Heard()
+        heard = RecordingSink()
         engine.submit(make_request(HI, max_tokens=3000), heard)
         engine._process.kill()
         await heard.ended.wait()
@@ -227,7 +227,7 @@ def test_a_process_that_shares_its_model_may_be_stopped_for_a_moment_only(monkey
 
     async def scenario():
         engine, _ = await EngineProcess.open(command(SHARED, delay=0.01))
-        heard = Heard()
+        heard = RecordingSink()
         engine.submit(make_request(HI, max_tokens=200 if goes_on else 3000), heard)
         os.kill(engine.pid, signal.SIGSTOP)
         if goes_on:

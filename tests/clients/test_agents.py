@@ -8,11 +8,11 @@ from typing import Literal
 
 import pytest
 
-from tests.dialects.asked import ASKED, GREEDY, SAMPLED, text_of
+from tests.dialects.requests import GREEDY, MESSAGES, SAMPLED, text_of
 
 pytestmark = pytest.mark.slow
 pydantic = pytest.importorskip("pydantic")
-QUESTION = ASKED[0]["content"]
+QUESTION = MESSAGES[0]["content"]
 
 
 class Place(pydantic.BaseModel):
@@ -46,7 +46,7 @@ def test_litellm(server, expected, provider, stream):
     litellm = pytest.importorskip("litellm")
     base = server.url if provider == "openai" else server.root
     answer = litellm.completion(model=f"{provider}/toy", api_base=base, api_key="none",
-                                messages=ASKED, max_tokens=40, temperature=0,
+                                messages=MESSAGES, max_tokens=40, temperature=0,
                                 stream=stream)  # fmt: skip
     if stream:
         assert "".join(piece.choices[0].delta.content or "" for piece in answer) == expected
@@ -66,7 +66,7 @@ def test_litellm_bridges_anthropic_to_openai(server, expected):
     """Its /v1/messages on top of our OpenAI routes."""
     litellm = pytest.importorskip("litellm")
     answer = litellm.anthropic.messages.create(
-        model="openai/toy", api_base=server.url, api_key="none", messages=ASKED, max_tokens=40,
+        model="openai/toy", api_base=server.url, api_key="none", messages=MESSAGES, max_tokens=40,
         temperature=0)  # fmt: skip
     assert answer["content"][0]["text"] == expected
     assert answer["usage"]["output_tokens"] == 40
@@ -79,7 +79,7 @@ def test_instructor(server, mode):
     base = openai.OpenAI(base_url=server.url, api_key="none")
     client = instructor.from_openai(base, mode=getattr(instructor.Mode, mode))
     limit = "max_output_tokens" if mode == "RESPONSES_TOOLS" else "max_tokens"
-    place = client.create(model="toy", messages=ASKED, response_model=Place, temperature=1.0,
+    place = client.create(model="toy", messages=MESSAGES, response_model=Place, temperature=1.0,
                           extra_body={"seed": 11}, **{limit: 400})  # fmt: skip
     assert isinstance(place, Place)
 
@@ -88,7 +88,7 @@ def test_instructor_with_anthropic(server):
     instructor = pytest.importorskip("instructor")
     anthropic = pytest.importorskip("anthropic")
     client = instructor.from_anthropic(anthropic.Anthropic(base_url=server.root, api_key="none"))
-    place = client.create(model="toy", messages=ASKED, response_model=Place, max_tokens=400,
+    place = client.create(model="toy", messages=MESSAGES, response_model=Place, max_tokens=400,
                           extra_body=SAMPLED)  # fmt: skip
     assert isinstance(place, Place)
 

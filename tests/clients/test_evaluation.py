@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from tests.dialects.asked import ASKED, GREEDY, text_of
+from tests.dialects.requests import GREEDY, MESSAGES, text_of
 from tests.worlds.servers import PYTHON, ROOT
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ def test_llama_index(server):
     expected = text_of(server, **GREEDY)
     model = OpenAILike(model="toy", api_base=server.url, api_key="none", is_chat_model=True,
                        max_tokens=40, temperature=0.0)  # fmt: skip
-    question = [ChatMessage(role="user", content=ASKED[0]["content"])]
+    question = [ChatMessage(role="user", content=MESSAGES[0]["content"])]
     assert model.chat(question).message.content == expected
     assert "".join(piece.delta for piece in model.stream_chat(question)) == expected
     plain = OpenAILike(model="toy", api_base=server.url, api_key="none", is_chat_model=False,

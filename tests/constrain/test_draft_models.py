@@ -60,12 +60,12 @@ def test_a_reduced_draft_vocabulary_changes_no_token(ids, case, sampling):
     drafter = ModelDrafter(device, limits, DraftShape(width=2, depth=3), grammars.mask)
     policy = FixedPolicy(6, 3, grammars)
     made = Engine(ToyExecutor(limits), drafter, policy, BYTES, grammars, EngineOptions())
-    ear = run(made, constrained(case, "bytes", **SAMPLINGS[sampling]))
-    assert heard(ear) == plain(case, "bytes", sampling)
-    if ear.last().finish == Finish.STOP:
-        assert CASES[case][1](ear.text())
+    sink = run(made, constrained(case, "bytes", **SAMPLINGS[sampling]))
+    assert heard(sink) == plain(case, "bytes", sampling)
+    if sink.last().finish == Finish.STOP:
+        assert CASES[case][1](sink.text())
     assert device.passes > 1, "the head was asked"
-    tokens, stats = ear.tokens(), ear.last().stats
+    tokens, stats = sink.tokens(), sink.last().stats
     assert set(tokens) - set(ids), "tokens outside the draft's vocabulary were written"
     if len(tokens) > 2:
         assert stats.steps < len(tokens), "what is forced does not depend on the head"
@@ -84,9 +84,9 @@ def test_what_the_grammar_forbids_takes_no_place_among_the_guesses(sampling):
         made = Engine(
             ToyExecutor(limits), drafter, FixedPolicy(2, 1), BYTES, grammars, EngineOptions()
         )
-        ear = run(made, constrained("letters", "bytes", **SAMPLINGS[sampling], n=8))
-        draft_tokens.append(sum(ear.last(index=index).stats.draft_tokens for index in range(8)))
-        assert heard(ear) == plain("letters", "bytes", sampling)
+        sink = run(made, constrained("letters", "bytes", **SAMPLINGS[sampling], n=8))
+        draft_tokens.append(sum(sink.last(index=index).stats.draft_tokens for index in range(8)))
+        assert heard(sink) == plain("letters", "bytes", sampling)
     assert draft_tokens[1] > draft_tokens[0]
 
 

@@ -5,7 +5,7 @@ import threading
 from forerun.constrain.isolation.fair_queue import FORGET, FairQueue, LeastFirst
 
 
-class Office:
+class ManualQueue:
     """A queue whose turns are held until they are ended by hand."""
 
     def __init__(self):
@@ -51,7 +51,7 @@ class Office:
 
 
 def test_small_work_passes_large_work_and_equal_work_keeps_its_order():
-    office = Office()
+    office = ManualQueue()
     office.come("first", "a", 1.0)
     for name, cost in (("large", 5.0), ("one", 0.1), ("two", 0.1), ("small", 0.01)):
         office.come(name, "a", cost)
@@ -61,7 +61,7 @@ def test_small_work_passes_large_work_and_equal_work_keeps_its_order():
 
 
 def test_who_has_used_much_waits_for_who_has_not():
-    office = Office()
+    office = ManualQueue()
     office.come("long", "greedy", 0.1)
     office.end(8.0)
     office.come("held", "x", 0.1)
@@ -74,7 +74,7 @@ def test_who_has_used_much_waits_for_who_has_not():
 
 
 def test_nobody_waits_for_ever():
-    office = Office()
+    office = ManualQueue()
     office.come("first", "a", 1.0)
     office.come("large", "a", 5.0)
     office.now += 6.0
@@ -86,7 +86,7 @@ def test_nobody_waits_for_ever():
 
 
 def test_what_was_used_is_forgotten():
-    office = Office()
+    office = ManualQueue()
     office.come("long", "greedy", 0.1)
     office.end(8.0)
     assert office.queue._of("greedy") == 8.0

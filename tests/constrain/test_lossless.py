@@ -65,8 +65,8 @@ def constrained(case: str, kind: str, id="r", **options) -> Request:
     return ask(id, prompt, 250, stop_tokens=ends, grammar=grammar, **options)
 
 
-def heard(ear, id="r", index=0):
-    return ear.tokens(id, index), ear.text(id, index), ear.last(id, index).finish
+def heard(sink, id="r", index=0):
+    return sink.tokens(id, index), sink.text(id, index), sink.last(id, index).finish
 
 
 @cache
@@ -84,9 +84,9 @@ def test_speculation_changes_no_token(name, text, sampling):
     tokens, text, finish = plain(case, kind, sampling)
     if finish == Finish.STOP:
         assert CASES[case][1](text), text
-    ear = run(engine(name, kind), constrained(case, kind, **SAMPLINGS[sampling]))
-    assert heard(ear) == (tokens, text, finish)
-    stats = ear.last().stats
+    sink = run(engine(name, kind), constrained(case, kind, **SAMPLINGS[sampling]))
+    assert heard(sink) == (tokens, text, finish)
+    stats = sink.last().stats
     assert stats is None or stats.steps <= len(tokens), "a step without progress"
 
 
@@ -95,11 +95,11 @@ def test_constrained_text_is_valid_for_many_seeds(case):
     made = engine("random", "bytes", slots=8, max_nodes=96, pages=800)
     requests = [constrained(case, "bytes", str(seed), seed=seed, n=2) for seed in range(12)]
     requests = [replace(r, sampling=replace(r.sampling, temperature=20.0)) for r in requests]
-    ear = run(made, *requests, check=False)
-    texts = {ear.text(str(seed), index) for seed in range(12) for index in (0, 1)}
+    sink = run(made, *requests, check=False)
+    texts = {sink.text(str(seed), index) for seed in range(12) for index in (0, 1)}
     assert all(CASES[case][1](text) for text in texts)
     assert len(texts) > 1
-    assert all(ear.last(str(s), i).finish == Finish.STOP for s in range(12) for i in (0, 1))
+    assert all(sink.last(str(s), i).finish == Finish.STOP for s in range(12) for i in (0, 1))
 
 
 @pytest.mark.parametrize("name", ["random", "erratic", "grammar"])
@@ -122,7 +122,7 @@ def test_together_with_other_parameters(name):
         assert heard(actual, index=index) == heard(wanted, index=index)
         assert wanted.text(index=index).startswith("{") and '"kind"' not in wanted.text(index=index)
         mine, theirs = (
-            [r for d in ear.of(index=index) for r in d.logprobs] for ear in (actual, wanted)
+            [r for d in sink.of(index=index) for r in d.logprobs] for sink in (actual, wanted)
         )
         assert mine == theirs and len(mine) == len(wanted.tokens(index=index))
 
@@ -139,32 +139,32 @@ def test_mixed_and_preempted_batches_change_nothing(name):
     requests = [replace(r, stopping=replace(r.stopping, max_tokens=120)) for r in requests]
     mixed = [r for two in zip(requests, free + free, strict=True) for r in two]
     mixed = list({r.id: r for r in mixed}.values())
-    ear = run(made, *mixed)
+    sink = run(made, *mixed)
     assert made.stats().preemptions > 0, "the pool was meant to be too small"
     for request, wanted in zip(requests, alone, strict=True):
-        assert heard(ear, request.id)[1] == wanted[1][:120]
-    ear.expect(*free)
+        assert heard(sink, request.id)[1] == wanted[1][:120]
+    sink.expect(*free)
 
 
 def test_forced_text_needs_fewer_steps():
     """Names of properties are written without asking the model one by one."""
     request = constrained("json", "bytes", temperature=0.8, seed=1)
-    ear = run(engine("ngram", "bytes", nodes=16, depth=16), request)
-    assert ear.last().stats.steps < 0.5 * len(ear.tokens())
+    sink = run(engine("ngram", "bytes", nodes=16, depth=16), request)
+    assert sink.last().stats.steps < 0.5 * len(sink.tokens())
 
 
 def test_a_pattern_that_nothing_follows_ends_at_once():
-    ear = run(engine("random", "bytes"), replace(constrained("city", "bytes"), id="x"))
-    assert ear.text("x") in ("Paris", "Amsterdam")
-    assert ear.tokens("x") == list(ear.text("x").encode()), "nothing after the end, not even eos"
-    assert ear.last("x").finish == Finish.STOP
+    sink = run(engine("random", "bytes"), replace(constrained("city", "bytes"), id="x"))
+    assert sink.text("x") in ("Paris", "Amsterdam")
+    assert sink.tokens("x") == list(sink.text("x").encode()), "nothing after the end, not even eos"
+    assert sink.last("x").finish == Finish.STOP
 
 
 def test_min_tokens_beyond_the_end_does_not_break_a_complete_text():
     for name in ("none", "random"):
-        ear = run(engine(name, "bytes"), constrained("city", "bytes", min_tokens=50))
-        assert heard(ear)[1:] == (heard(ear)[1], Finish.STOP)
-        assert ear.text() in ("Paris", "Amsterdam")
+        sink = run(engine(name, "bytes"), constrained("city", "bytes", min_tokens=50))
+        assert heard(sink)[1:] == (heard(sink)[1], Finish.STOP)
+        assert sink.text() in ("Paris", "Amsterdam")
 
 
 @pytest.mark.parametrize("include_stop", [False, True])
@@ -174,33 +174,33 @@ def test_a_stop_token_that_the_grammar_needs_before_min_tokens_is_text(include_s
     options |= {"min_tokens": 6, "logit_bias": ((stop, 30.0),)}
     request = ask("r", "x", 60, grammar=grammar, **options)
     for name in ("none", "random", "grammar"):
-        ear = run(engine(name, "bytes"), request)
-        assert ear.text() == "abbbc", "three are needed, further ones are suppressed"
-        assert (ear.last().finish, ear.last().stop_reason) == (Finish.STOP, None)
+        sink = run(engine(name, "bytes"), request)
+        assert sink.text() == "abbbc", "three are needed, further ones are suppressed"
+        assert (sink.last().finish, sink.last().stop_reason) == (Finish.STOP, None)
     grammar = compiled(Grammar.regex("ab{8}c"))
     for name in ("none", "random", "grammar"):
-        ear = run(engine(name, "bytes"), replace(request, grammar=grammar))
-        assert ear.text() == "abbbbb" + "b" * include_stop
-        assert ear.tokens() == list(b"abbbbbb")
-        assert (ear.last().finish, ear.last().stop_reason) == (Finish.STOP, stop)
+        sink = run(engine(name, "bytes"), replace(request, grammar=grammar))
+        assert sink.text() == "abbbbb" + "b" * include_stop
+        assert sink.tokens() == list(b"abbbbbb")
+        assert (sink.last().finish, sink.last().stop_reason) == (Finish.STOP, stop)
 
 
 def test_ignored_end_of_text_still_ends_the_grammar():
     grammar = compiled(Grammar.regex("a+"))
     request = ask("r", "x", 60, stop_tokens=(), grammar=grammar, temperature=3.0, seed=5)
     for name in ("none", "random"):
-        ear = run(engine(name, "bytes"), request)
-        assert set(ear.text()) == {"a"}
-        assert ear.last().finish in (Finish.STOP, Finish.LENGTH)
+        sink = run(engine(name, "bytes"), request)
+        assert set(sink.text()) == {"a"}
+        assert sink.last().finish in (Finish.STOP, Finish.LENGTH)
 
 
 def test_the_paris_request_with_only_illegal_guesses_moves_one_token_a_step():
     made = engine("illegal", "bytes", nodes=1, depth=1)
-    ear = run(made, constrained("letters", "bytes"))
-    stats = ear.last().stats
+    sink = run(made, constrained("letters", "bytes"))
+    stats = sink.last().stats
     assert stats.accepted == 0, "none of the drafter's draft tokens was legal"
     assert stats.draft_tokens < 6, "illegal draft tokens cost nothing, habit draft tokens little"
-    assert stats.steps == len(ear.tokens())
+    assert stats.steps == len(sink.tokens())
 
 
 def test_json_stays_json_under_spaces():
@@ -208,11 +208,11 @@ def test_json_stays_json_under_spaces():
     grammar = compiled(Grammar.json_schema({"type": "array", "items": {"type": "null"}}))
     bias = ((32, 50.0), (10, 40.0))
     request = ask("r", "x", 400, grammar=grammar, temperature=1.0, seed=2, logit_bias=bias)
-    ear = run(engine("none", "bytes", context=500), request)
-    gaps = re.findall(r"\s+", ear.text())
+    sink = run(engine("none", "bytes", context=500), request)
+    gaps = re.findall(r"\s+", sink.text())
     assert gaps and max(map(len, gaps)) <= 42
-    if ear.last().finish == Finish.STOP:
-        json.loads(ear.text())
+    if sink.last().finish == Finish.STOP:
+        json.loads(sink.text())
 
 
 @pytest.mark.parametrize("nodes", [0, 2])
@@ -226,10 +226,10 @@ def test_forced_tokens_need_no_budget(nodes):
     policy.observe = lambda report: seen.append((report.draft_tokens, len(report.tokens[0]) - 1))
     made = Engine(executor, RandomDrafter([0]), policy, BYTES, grammars, EngineOptions())
     request = constrained("city", "bytes")
-    ear = run(made, request)
-    assert heard(ear) == plain("city", "bytes", "greedy")
-    assert ear.text() == "Amsterdam"
-    assert ear.last().stats.steps == 2, "one token chosen, the others forced in one step"
+    sink = run(made, request)
+    assert heard(sink) == plain("city", "bytes", "greedy")
+    assert sink.text() == "Amsterdam"
+    assert sink.last().stats.steps == 2, "one token chosen, the others forced in one step"
     assert seen[-1] == ([8], 8), "nothing was accepted that was not drafted"
 
 

@@ -229,7 +229,7 @@ def in_order(draft: Draft) -> list[tuple[int, ...]]:
     return out
 
 
-class Brittle:
+class FailingMask:
     """An automaton that fails when it is asked for a mask behind certain tokens, as at a limit."""
 
     def __init__(self, inner, where, taken=()):
@@ -245,7 +245,7 @@ class Brittle:
 
     def fork(self):
         assert not self._failed
-        return Brittle(self._inner.fork(), self._where, self._taken)
+        return FailingMask(self._inner.fork(), self._where, self._taken)
 
     def take(self, token):
         fits = self._inner.take(token)
@@ -269,7 +269,7 @@ def test_a_draft_token_that_breaks_a_matcher_breaks_nothing_unless_it_was_right(
         grammars = TreeGrammars(300)
         grammars.open(0, compiled(grammar), [])
         matcher = grammars._states[0].matcher
-        matcher._automaton = Brittle(matcher._automaton, (a, b))
+        matcher._automaton = FailingMask(matcher._automaton, (a, b))
         masks = grammars.masks(slots, batch([np.array([1], np.int32)], [wide]))
         assert not matcher.error
         reached = masks.row >= 0
@@ -288,15 +288,15 @@ def test_a_token_that_breaks_an_automaton_is_forgotten_with_its_copy():
     matcher = Matcher(compiled(Grammar.regex("[a-c]{9}")))
     a, b = map(ord, "ab")
 
-    class Breaking(Brittle):
+    class FailingTake(FailingMask):
         def fork(self):
-            return Breaking(self._inner.fork(), self._where, self._taken)
+            return FailingTake(self._inner.fork(), self._where, self._taken)
 
         def take(self, token):
             self._failed |= (*self._taken, token) == self._where
             return not self._failed and super().take(token)
 
-    matcher._automaton = Breaking(matcher._automaton, (a, a, b))
+    matcher._automaton = FailingTake(matcher._automaton, (a, a, b))
     assert matcher.advance(a) and matcher.advance(a)
     before = matcher.mask()
     assert not matcher.advance(b) and not matcher.error

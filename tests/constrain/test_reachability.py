@@ -29,7 +29,7 @@ from tests.e2e.scripted import Scripted
 from tests.text.vocabularies import SMALL, vocabulary
 
 TEXT, INTEGER = {"type": "string"}, {"type": "integer"}
-SAID = 'It\u2019s \u201ccaf\u00e9\u201d \U0001f600 \u65e5\u672c\n\t"q" \\ / \u2028 \x1b end'
+ODD = 'It\u2019s \u201ccaf\u00e9\u201d \U0001f600 \u65e5\u672c\n\t"q" \\ / \u2028 \x1b end'
 
 ORDER = {
     "type": "object",
@@ -94,22 +94,22 @@ EVENT = {
     "required": ["action"],
     "additionalProperties": False,
 }
-LINE = {"name": SAID, "price": 12.5, "count": 3}
+LINE = {"name": ODD, "price": 12.5, "count": 3}
 REAL = [
-    (ORDER, {"id": "AB-1234", "note": SAID, "due": "2024-02-29", "lines": [LINE], "paid": None}),
+    (ORDER, {"id": "AB-1234", "note": ODD, "due": "2024-02-29", "lines": [LINE], "paid": None}),
     (ORDER, {"id": "AB-1234", "lines": [{"name": "", "price": 0}, LINE], "paid": True}),
-    (TREE, {"text": SAID, "below": [{"text": "a"}, {"text": "b", "below": [{"text": SAID}]}]}),
-    (EVENT, {"action": {"kind": "say", "text": SAID}, "more": {SAID: SAID, "a": "b"}}),
+    (TREE, {"text": ODD, "below": [{"text": "a"}, {"text": "b", "below": [{"text": ODD}]}]}),
+    (EVENT, {"action": {"kind": "say", "text": ODD}, "more": {ODD: ODD, "a": "b"}}),
     (EVENT, {"action": {"kind": "wait", "seconds": -1.5e-7}, "more": {}}),
-    ({"type": "object"}, {"a": {"b": [SAID, 1, -2.5, 1e300, True, None, {}, []]}, SAID: SAID}),
-    ({"type": "object", "required": ["a"]}, {"a": SAID}),
-    ({**TEXT, "minLength": 3, "maxLength": 60}, SAID),
-    ({**TEXT, "pattern": r"^[\s\S]{3,60}$"}, SAID),
-    ({**TEXT, "pattern": ".*"}, SAID),
+    ({"type": "object"}, {"a": {"b": [ODD, 1, -2.5, 1e300, True, None, {}, []]}, ODD: ODD}),
+    ({"type": "object", "required": ["a"]}, {"a": ODD}),
+    ({**TEXT, "minLength": 3, "maxLength": 60}, ODD),
+    ({**TEXT, "pattern": r"^[\s\S]{3,60}$"}, ODD),
+    ({**TEXT, "pattern": ".*"}, ODD),
     ({**TEXT, "pattern": "^https?://"}, "https://a.b/c?d=\u00e9&\U0001f600"),
     ({**TEXT, "pattern": "^.+$"}, 'a \u00e9 \U0001f600 " \\ /'),
-    ({"enum": [SAID, "a/b", {"a": [SAID]}]}, SAID),
-    ({"const": {"a": [SAID, 1.5, None]}}, {"a": [SAID, 1.5, None]}),
+    ({"enum": [ODD, "a/b", {"a": [ODD]}]}, ODD),
+    ({"const": {"a": [ODD, 1.5, None]}}, {"a": [ODD, 1.5, None]}),
 ]
 EXACT = (
     "pattern",
@@ -391,7 +391,7 @@ def test_arguments_of_calls_have_any_escape_of_unicode(name):
     note = Signature("note", Grammar.json_schema({**CLOSED, "properties": {"text": TEXT}}))
     grammar = tool_rules(FORMATS[name], [note], Calling(True, False), None).grammar
     for dumps in (json.dumps, short, slashed):
-        arguments = '{"text": ' + dumps(SAID) + "}"
+        arguments = '{"text": ' + dumps(ODD) + "}"
         call = '{"name": "note", "arguments": ' + arguments + "}"
         text = {
             "hermes": f"<tool_call>\n{call}\n</tool_call>",
@@ -420,14 +420,14 @@ def test_a_slash_is_escaped_in_arguments_alone(name):
     assert writes(tag_rules(backslashed, ["<f"], "tags").grammar, '<f\\/x"a";', name) is not None
 
 
-class ByHeart(Scripted):
+class FixedText(Scripted):
     """Knows one text."""
 
 
 @pytest.fixture(scope="module")
 def by_heart():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target_module, "ToyExecutor", ByHeart)
+        patch.setattr(target_module, "ToyExecutor", FixedText)
         llm = LLM("toy", kv_tokens=4096, context=4096)
     with llm:
         yield llm
@@ -439,7 +439,7 @@ def test_a_model_that_knows_an_answer_by_heart_gives_it(case, speculates, by_hea
     """Through the server's own parts: prompts, drafts, verification, sampling, streams."""
     schema, value = REAL[case]
     text = json.dumps(value, ensure_ascii=is_free(schema))
-    ByHeart.script = (text,)
+    FixedText.script = (text,)
     answer = by_heart.chat(
         [{"role": "user", "content": "Say it."}],
         max_tokens=1500,

@@ -1,6 +1,6 @@
 """Expensive grammars: followed in a process of their own, which nobody waits for.
 
-The slow twin of every answer is plain decoding with a matcher on the engine's thread.
+The reference of every answer is plain decoding with a matcher on the engine's thread.
 """
 
 import os
@@ -64,9 +64,9 @@ def test_the_text_is_the_same_wherever_it_is_followed(name, case):
     plain = run(engine("none", "bytes"), request(case, fresh(grammar), **options))
     made = engine(name, "bytes")
     free = ask("free", "somebody else", 40)
-    ear = run(made, request(case, fresh(grammar, expensive=True), **options), free)
-    assert heard(ear) == heard(plain)
-    ear.expect(free)
+    sink = run(made, request(case, fresh(grammar, expensive=True), **options), free)
+    assert heard(sink) == heard(plain)
+    sink.expect(free)
 
 
 def test_preempted_sequences_are_followed_again_from_their_beginning():
@@ -76,8 +76,8 @@ def test_preempted_sequences_are_followed_again_from_their_beginning():
     for expensive in (False, True):
         compiled_city = fresh(grammar, expensive=expensive)
         requests = [request("letters", compiled_city, str(i), **options) for i in range(3)]
-        ear = run(made, *requests)
-        texts.append([ear.text(str(i)) for i in range(3)])
+        sink = run(made, *requests)
+        texts.append([sink.text(str(i)) for i in range(3)])
     assert texts[0] == texts[1]
 
 
@@ -86,7 +86,7 @@ def said(deltas):
     return [token for delta in deltas for token in delta.tokens]
 
 
-class Stuck:
+class ManualMatcher:
     """A remote matcher that answers when it is told to."""
 
     def __init__(self, answered, released):
@@ -112,7 +112,7 @@ def test_nobody_waits_for_a_matcher_that_does_not_answer():
     """Not those who run, and not those who come later with the same prompt."""
     released = threading.Event()
     stuck = replace(
-        fresh(AMBIGUOUS, expensive=True), remote=lambda answered: Stuck(answered, released)
+        fresh(AMBIGUOUS, expensive=True), remote=lambda answered: ManualMatcher(answered, released)
     )
     made = engine("grammar", "bytes")
     prompt = TOKENIZERS["bytes"].encode("the same long beginning of many prompts")
@@ -174,10 +174,10 @@ def test_a_limit_on_the_engines_thread_changes_no_token(name, after):
     limited = fresh(grammar)
     limited = replace(limited, prototype=Limited(limited.prototype, after))
     made = engine(name, "bytes")
-    ear = run(made, request("json", limited, **options))
-    assert heard(ear) == heard(plain)
-    assert len(ear.tokens()) > 13
-    reports = [[entry for d in one.of() for entry in d.logprobs] for one in (ear, plain)]
+    sink = run(made, request("json", limited, **options))
+    assert heard(sink) == heard(plain)
+    assert len(sink.tokens()) > 13
+    reports = [[entry for d in one.of() for entry in d.logprobs] for one in (sink, plain)]
     assert reports[0] == reports[1]
     assert limited.expensive and made.stats().preemptions >= 1
 
@@ -220,9 +220,9 @@ def test_a_matcher_that_raises_changes_no_token_and_ends_no_other(fault, name):
     raising = fresh(grammar)
     raising = replace(raising, prototype=Raising(raising.prototype, 5, fault))
     made = engine(name, "bytes")
-    ear = run(made, request("json", raising, **options), free)
-    ear.expect(free)
-    assert heard(ear) == heard(plain)
+    sink = run(made, request("json", raising, **options), free)
+    sink.expect(free)
+    assert heard(sink) == heard(plain)
     assert made.alive and raising.expensive and not made.stats().failed_steps
 
 
@@ -235,9 +235,9 @@ def test_a_process_that_asks_what_cannot_be_answered_ends_its_request_only(monke
     grammar = compiler.compile(Grammar.json_schema({"const": "a long forced text"}))
     asking = replace(grammar, translated=replace(grammar.translated, expensive=True))
     free = ask("free", max_tokens=40)
-    ear = run(engine("none", "bytes"), request("json", asking), free, check=False)
-    ear.expect(free)
-    assert ear.last().finish == Finish.ERROR and "runs in failed" in ear.last().error
+    sink = run(engine("none", "bytes"), request("json", asking), free, check=False)
+    sink.expect(free)
+    assert sink.last().finish == Finish.ERROR and "runs in failed" in sink.last().error
 
 
 def test_a_slow_matcher_leaves_the_engines_thread(monkeypatch):
@@ -247,8 +247,8 @@ def test_a_slow_matcher_leaves_the_engines_thread(monkeypatch):
     plain = run(engine("none", "bytes"), request("json", grammar, **options))
     monkeypatch.setattr("forerun.constrain.matcher.tree_mask.SLOW", -1.0)
     for count in (1, 2):
-        ear = run(engine("random", "bytes"), request("json", grammar, **options))
-        assert heard(ear) == heard(plain)
+        sink = run(engine("random", "bytes"), request("json", grammar, **options))
+        assert heard(sink) == heard(plain)
         assert grammar.translated.slow == count and grammar.expensive == (count == 2)
 
 

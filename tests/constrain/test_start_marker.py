@@ -1,6 +1,6 @@
 """A constraint that begins after a text, over tokens that begin before its end and go on behind.
 
-The slow twin is the text itself: what stands behind the first marker must begin a text of the
+The reference is the text itself: what stands behind the first marker must begin a text of the
 grammar, whichever tokens it is written with.
 """
 
@@ -194,8 +194,8 @@ def test_reader_and_constraint_agree_with_any_drafter_wherever_it_is_followed(gr
         )
 
     def answers(name, seeds, **options):
-        ear = run(engine(name, "", tokenizer=SPANS), *(request(s, **options) for s in seeds))
-        return [heard(ear, str(seed)) for seed in seeds]
+        sink = run(engine(name, "", tokenizer=SPANS), *(request(s, **options) for s in seeds))
+        return [heard(sink, str(seed)) for seed in seeds]
 
     seeds = range(16)
     plain = answers("none", seeds)

@@ -69,8 +69,8 @@ def test_a_grammar_begins_behind_the_forced_end(name, tokens):
 
 
 def test_the_forced_end_costs_fewer_steps_than_it_has_tokens():
-    ear = run(engine("grammar", "bytes"), ask("r", PROMPT, 20, grammar=grammar(4)))
-    stats = ear.last("r").stats
+    sink = run(engine("grammar", "bytes"), ask("r", PROMPT, 20, grammar=grammar(4)))
+    stats = sink.last("r").stats
     assert stats.accepted >= len(ENDING) - 2, stats
 
 
@@ -79,10 +79,10 @@ def test_small_pages_and_company_change_no_token():
         return ask(id, PROMPT, 60, grammar=grammar(tokens), **options("sampled"))
 
     one = engine("erratic", "bytes", pages=44, slots=3)
-    ear = run(one, *(request_of(str(tokens), tokens) for tokens in (0, 5, 17)))
+    sink = run(one, *(request_of(str(tokens), tokens) for tokens in (0, 5, 17)))
     assert one.stats().preemptions > 0
     for tokens in (0, 5, 17):
-        assert heard(ear, str(tokens)) == answer("none", "sampled", tokens)
+        assert heard(sink, str(tokens)) == answer("none", "sampled", tokens)
 
 
 @pytest.mark.parametrize("name", ["oracle", "erratic"])
@@ -93,9 +93,9 @@ def test_steps_that_begin_early_stop_at_the_budget(name):
         ask(str(tokens), PROMPT, 60, grammar=grammar(tokens), **options("sampled"))
         for tokens in (0, 5, 17)
     ]
-    ear = run(one, *requests, ask("free", PROMPT, 200, **options("sampled")))
+    sink = run(one, *requests, ask("free", PROMPT, 200, **options("sampled")))
     for tokens in (0, 5, 17):
-        assert heard(ear, str(tokens)) == answer("none", "sampled", tokens)
+        assert heard(sink, str(tokens)) == answer("none", "sampled", tokens)
     assert one.stats().carried > 5
 
 

@@ -69,7 +69,7 @@ class Fresh(NamedTuple):
 
 
 def fresh(grammar: Grammar, tokens) -> Fresh | None:
-    """The slow twin: a new matcher for every node; None where the path is illegal."""
+    """The reference: a new matcher for every node; None where the path is illegal."""
     return _fresh(grammar, tuple(tokens))
 
 

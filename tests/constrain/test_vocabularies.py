@@ -138,7 +138,7 @@ def test_what_is_forced_alone_writes_the_text(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_longest_tokens_are_found_as_in_a_dictionary(name):
-    """Of tokens and what is cut out of them, beside one another; of twins the last counts."""
+    """Of tokens and what is cut out of them, beside one another; of equal ones the last counts."""
     skip_unless_here(name)
     known, random = longest(name), np.random.default_rng(0)
     special = set(known.special_token_ids)

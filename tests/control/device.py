@@ -78,7 +78,7 @@ class Head:
 
     def select(self, nodes):
         """Features of a round."""
-        return Left(len(nodes))
+        return HiddenStates(len(nodes))
 
     def store(self):
         return RING
@@ -88,11 +88,11 @@ RING = HostFeatureRing(LIMITS.slots, 1)
 
 
 @dataclass(frozen=True)
-class Left:
+class HiddenStates:
     count: int
 
     def select(self, nodes):
-        return Left(len(nodes))
+        return HiddenStates(len(nodes))
 
     def store(self):
         return RING

@@ -60,11 +60,11 @@ def test_it_goes_on(kind, steps):
     learnt = PolicyLearner(policy).learnt()
     later = opened(kind, LATER)
     assert PolicyLearner(later).relearn(learnt) and state(later) == state(policy)
-    twin = deepcopy(source)
+    copied = deepcopy(source)
     for each in (policy, later):
         each.observe(PAUSE)
     expected, _ = driven(kind, policy, 60, source)
-    assert driven(kind, later, 60, twin)[0] == expected
+    assert driven(kind, later, 60, copied)[0] == expected
     assert state(later) == state(policy)
     fresh = opened(kind, LATER)
     fresh.observe(PAUSE)
@@ -128,7 +128,7 @@ def test_a_policy_is_described_while_it_learns():
     driven("device", policy, 200)
     (bucket,) = policy.shapes.buckets.values()
 
-    class Meanwhile:
+    class ChangingMean:
         """A mean; while it is read, a shape that was not measured before is."""
 
         @property
@@ -137,5 +137,5 @@ def test_a_policy_is_described_while_it_learns():
             return 2.0
 
     known = len(bucket.relative_cost)
-    bucket.relative_cost[next(iter(bucket.relative_cost))] = Meanwhile()
+    bucket.relative_cost[next(iter(bucket.relative_cost))] = ChangingMean()
     assert len(policy.describe()["plain_steps_by_rows"]) == known

@@ -13,7 +13,7 @@ from tests.control.steps import FREE, MODEL, arrays, chain, reached, report_of, 
 COSTS = StepCosts(nodes=(1, 2, 4, 8, 16), verify_ms=(4.0, 4.4, 5.2, 10.1, 20.1))
 
 
-class Known:
+class FixedLookahead:
     """A Lookahead that knows these probabilities; remembers how likely they had to be."""
 
     def __init__(self, *scores):
@@ -55,17 +55,17 @@ def test_where_nodes_are_dear_only_what_is_certain_enters():
     costs = StepCosts(nodes=(1, 3, 64, 512), verify_ms=(4.0, 4.2, 54.0, 440.0))
     chances = []
     for rows in (1, 8, 64):
-        known = Known()
+        known = FixedLookahead()
         policy = opened(costs, rows, known)
         reached(policy, rows, 1.0)
         policy.decide(*held(rows))
         chances += known.min_probs
     assert chances == sorted(chances)
     assert chances[0] == MIN_PROB < chances[1] and chances[2] > 0.9
-    known = Known()
+    known = FixedLookahead()
     FixedPolicy(4, 4, known).decide(*held(64))
     assert known.min_probs == [FIXED_MIN_PROB]
-    steep, known = StepCosts(nodes=(1, 2), verify_ms=(1.0, 9.0)), Known()
+    steep, known = StepCosts(nodes=(1, 2), verify_ms=(1.0, 9.0)), FixedLookahead()
     opened(steep, 4, known).decide(*held(4))
     assert known.min_probs == [1.0], "a forced token has probability 1"
 
@@ -91,18 +91,18 @@ def test_as_much_is_drafted_as_wins_more_time_than_it_costs():
 
 
 def test_a_row_gets_room_for_what_would_be_bought_and_is_told():
-    policy = opened(COSTS, 2, Known([], [1.0, 0.9, 0.9]))
+    policy = opened(COSTS, 2, FixedLookahead([], [1.0, 0.9, 0.9]))
     budgets = policy.decide(*held(2)).rows
     assert [(b.nodes, b.depth) for b in budgets] == [(2, 2), (3, 3)]
     assert budgets[1].reason.endswith("; 3 tokens known from the grammar")
-    fixed = FixedPolicy(2, 2, Known([1.0], [1.0, 0.9, 0.9])).decide(*held(2)).rows
+    fixed = FixedPolicy(2, 2, FixedLookahead([1.0], [1.0, 0.9, 0.9])).decide(*held(2)).rows
     assert [(b.nodes, b.depth) for b in fixed] == [(2, 2), (3, 3)]
 
 
 def test_costs_that_were_corrected_price_what_a_grammar_knows_too():
     """Start-up said that a node costs next to nothing; steps say that it costs a step."""
     cheap = StepCosts((1, 2, 4, 8, 16), (4.0, 4.0, 4.0, 4.0, 4.0))
-    known = Known([0.6, 0.6, 0.6])
+    known = FixedLookahead([0.6, 0.6, 0.6])
     policy = opened(cheap, 1, known, nodes=1)
     assert policy.decide(*held(1)).rows[0].nodes == 3
     for step in range(600):
@@ -118,7 +118,7 @@ def test_costs_that_were_corrected_price_what_a_grammar_knows_too():
 
 def test_while_speculation_is_disabled_only_what_is_certain_is_drafted():
     """What a grammar forces cannot be wrong, so it loses nothing, whatever the credit."""
-    known = Known([1.0, 1.0, 0.9])
+    known = FixedLookahead([1.0, 1.0, 0.9])
     policy = opened(COSTS, 2, known)
     policy.account.main.credit, policy.account.main.empty = -0.1, True
     budgets = policy.decide(*held(2)).rows
@@ -173,7 +173,7 @@ def test_over_many_steps_the_price_is_faster_than_any_step_by_itself():
 
 @pytest.mark.parametrize("free", [True, False])
 def test_what_is_forced_teaches_the_policy_nothing_about_its_drafter(free):
-    policy = opened(COSTS, 2, Known([], [1.0] * 3), free=free)
+    policy = opened(COSTS, 2, FixedLookahead([], [1.0] * 3), free=free)
 
     def learned():
         rates = [] if policy.shapes is None else policy.shapes.rates()

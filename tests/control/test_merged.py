@@ -225,7 +225,7 @@ def test_where_neither_pays_it_is_plain(costs, rows):
     assert verified < 0.1 and levels < 0.1 and merged > 0.975
 
 
-class AllOfIt(FixedPolicy):
+class VerifyAll(FixedPolicy):
     """Has three draft tokens of both sources verified in every step."""
 
     def decide(self, slots, kv_len, constrained=False):
@@ -253,7 +253,7 @@ def test_sources_are_bought_apart(costs, ngrams, head):
     alone, _, _ = ran(costs, 1, ngrams, None)
     modelled, _, _ = ran(costs, 1, (0.0, 0.0), head)
     both = World(costs, 1, ngrams, head)
-    both.policy = AllOfIt(DEPTH, DEPTH)
+    both.policy = VerifyAll(DEPTH, DEPTH)
     reached, _, _ = ran(costs, 1, ngrams, head)
     assert reached >= 0.97 * max(1.0, alone, modelled, both.run(600)[0])
 

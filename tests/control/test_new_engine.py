@@ -12,7 +12,7 @@ from tests.covering import every, some_of, values
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 CPU = StepCosts(COUNTS, (4.0, 4.4, 5.2, 10.1, 20.1, 38.3, 78.8))
 """What steps take: two cores, the default model."""
-TOLD = {
+MEASURED = {
     "right": CPU,
     "nodes nearly free": StepCosts(COUNTS, (10.0, 10.1, 10.2, 10.5, 10.8, 11.2, 12.0)),
     "nodes as dear as tokens": StepCosts(COUNTS, tuple(4.0 * nodes for nodes in COUNTS)),
@@ -30,21 +30,21 @@ def new(costs, rows):
 
 
 @pytest.mark.parametrize(
-    ("costs", "rows", "honesty"), some_of(every(TOLD, [4, 16], [0.2, 0.6, 1.0]), values)
+    ("costs", "rows", "honesty"), some_of(every(MEASURED, [4, 16], [0.2, 0.6, 1.0]), values)
 )
 def test_a_new_engine_is_not_slower_than_plain(costs, rows, honesty):
-    text = Text(CPU, rows, honesty).run(new(TOLD[costs], rows), STEPS)
+    text = Text(CPU, rows, honesty).run(new(MEASURED[costs], rows), STEPS)
     assert text.over_plain() >= 0.97
 
 
-@pytest.mark.parametrize("costs", sorted(set(TOLD) - {"nodes as dear as tokens"}))
+@pytest.mark.parametrize("costs", sorted(set(MEASURED) - {"nodes as dear as tokens"}))
 def test_a_new_engine_gains_at_one_stream(costs):
-    text = Text(CPU, 1, 1.0).run(new(TOLD[costs], 1), STEPS)
+    text = Text(CPU, 1, 1.0).run(new(MEASURED[costs], 1), STEPS)
     assert text.over_plain() >= 1.1
 
 
 def test_the_first_steps_of_every_number_of_rows_are_plain():
-    policy = new(TOLD["small steps slow"], 4)
+    policy = new(MEASURED["small steps slow"], 4)
     for rows in (4, 2):
         for _ in range(MIN_REPEATS):
             assert policy.decide(*arrays(rows)).reason == PLAIN
@@ -55,7 +55,7 @@ def test_the_first_steps_of_every_number_of_rows_are_plain():
 
 
 def test_a_step_larger_than_those_seen_may_take_as_long_as_its_nodes():
-    live = LiveCosts(TOLD["nodes nearly free"])
+    live = LiveCosts(MEASURED["nodes nearly free"])
     assert live.worst_case(1, 16, 0) == live.relative_cost(1, 16, 0), (
         "nothing was seen: what is believed"
     )

@@ -10,9 +10,9 @@ from forerun.errors import ConfigError
 from forerun.executors.cpu import native
 from forerun.networks.layer_spec import GatedDelta
 from forerun.options.config import EngineConfig
+from tests.cpu.reference import forward, from_blocks, in_blocks
 from tests.cpu.test_floats import cuts_change_no_bit
 from tests.cpu.test_logits import SHAPES, distance, logits_of
-from tests.cpu.twin import forward, from_blocks, in_blocks
 
 KERNELS = [name for name in native.KERNELS if native.available() is None and native.kernels(name)]
 LAYERS = {
@@ -56,7 +56,7 @@ def test_numbers_come_back_within_half_a_step(random):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_logits_are_the_twins(executor, checkpoint, random, name):
+def test_logits_are_the_references(executor, checkpoint, random, name):
     """Weights and activations are floats, so that nothing else is rounded. (Experts of random
     weights are chosen otherwise by a hair.)
     """

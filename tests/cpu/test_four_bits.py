@@ -8,8 +8,8 @@ from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.executors.cpu.few_bits import TILE
 from forerun.options.config import EngineConfig
 from tests.covering import every, some_of, values
+from tests.cpu.reference import forward
 from tests.cpu.test_logits import SAME, distance, logits_of
-from tests.cpu.twin import forward
 from tests.models import packers, tiny
 from tests.models.test_quantised import AWQ, GPTQ, GROUP, compressed, shuffled
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from forerun.executors.cpu import CpuExecutor
 from tests.models import tiny
 from tests.parity.driver import limits, scored
-from tests.parity.test_torch_invariance import Journey, plain_text
+from tests.parity.test_torch_invariance import Interleaved, plain_text
 
 
 class KeepingExecutor(CpuExecutor):
@@ -67,12 +67,12 @@ def texts(executors):
     seed=st.integers(0, 1 << 32),
 )
 def test_any_journey_meets_the_same_bits(executors, texts, family, page_size, rows, seed):
-    journey = Journey(executors[family, page_size], texts[family][:rows], seed)
+    journey = Interleaved(executors[family, page_size], texts[family][:rows], seed)
     assert journey.compared >= sum(len(text.logits) for text in texts[family][:rows])
 
 
 def test_journeys_accept_guesses(executors, texts):
-    assert Journey(executors["llama", 16], texts["llama"], 5).accepted > 20
+    assert Interleaved(executors["llama", 16], texts["llama"], 5).accepted > 20
 
 
 @pytest.mark.slow
@@ -85,6 +85,6 @@ def test_the_default_model(default_model):
         plain_text(executor, random.integers(0, vocab, n), 10, n, chunk)
         for n, chunk in ((125, 125), (9, 1))
     ]
-    journey = Journey(executor, texts, 0)
+    journey = Interleaved(executor, texts, 0)
     executor.shutdown()
     assert journey.compared >= sum(len(text.logits) for text in texts)

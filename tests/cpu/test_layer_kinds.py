@@ -18,9 +18,9 @@ from forerun.executors.cpu import CpuExecutor, native
 from forerun.executors.cpu.few_bits import check_fp4
 from forerun.networks.layer_spec import Experts, Router
 from tests.covering import covering, every, rarely, some_of, thinned, values
+from tests.cpu.reference import forward
 from tests.cpu.test_logits import SAME, distance, farthest, fp32, logits_of
 from tests.cpu.test_products import k_quantised
-from tests.cpu.twin import forward
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, limits, paths_of_a_tree
 from tests.parity.test_torch_logits import EXPERTS, FURTHER, GEMMAS, ONLY, own, windowed
@@ -125,7 +125,7 @@ def test_every_node_of_a_tree_is_a_token_of_its_path(
 @pytest.mark.parametrize(
     ("family", "kind"), rarely(every(OWN, KINDS), covering(every(IN_GGUF, KINDS), values), None)
 )
-def test_files_of_few_bits_are_the_slow_twins(executor, checkpoint, random, family, kind):
+def test_files_of_few_bits_are_the_references(executor, checkpoint, random, family, kind):
     """What a GGUF file's own numbers come to, routers in float32. A rounding that tips stays in a
     state or chooses another expert: of these there are fewer tokens.
     """
@@ -223,7 +223,7 @@ def test_gelu_by_erf_is_within_a_millionth_of_itself(name):
     assert seen.tolist() == [False] * 3 + [True] * 5 + [False]
 
 
-def test_gelu_by_erf_in_eight_bits_is_the_slow_twin(executor, checkpoint, random):
+def test_gelu_by_erf_in_eight_bits_is_the_references(executor, checkpoint, random):
     """No file says so: Gemma's of few bits with the other GELU in it."""
     source = copy(checkpoint("gemma3_text", "Q8_0", **IN_FILES["gemma3_text"]))
     arch = source.architecture

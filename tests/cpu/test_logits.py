@@ -1,4 +1,4 @@
-"""Logits of whole forwards: against the slow twin's same arithmetic, and against fp32."""
+"""Logits of whole forwards: against the reference's same arithmetic, and against fp32."""
 
 from dataclasses import replace
 
@@ -12,8 +12,8 @@ from forerun.build.shapes import RandomCheckpoint
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.executors.cpu import CpuExecutor
+from tests.cpu.reference import forward
 from tests.cpu.test_products import K_QUANTS, matrix_of
-from tests.cpu.twin import forward
 from tests.models import tiny
 from tests.parity.driver import limits, logits_in_chunks
 from tests.shape.tree import ROOT

@@ -13,7 +13,7 @@ from tests.cpu.test_logits import distance, fp32, logits_of
 from tests.cpu.test_products import SOURCES, multiply, stored
 from tests.models import tiny
 from tests.parity.driver import limits
-from tests.twins.q4_k import quantise
+from tests.references.q4_k import quantise
 
 Q4_K = GGMLQuantizationType["Q4_K"]
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32}

@@ -1,4 +1,4 @@
-"""The n-gram drafter of the compiled core against its slow twin: the same draft tokens, bit for
+"""The n-gram drafter of the compiled core against the one in NumPy: the same draft tokens, bit for
 bit."""
 
 import time
@@ -63,8 +63,8 @@ def outcome_of(emitted):
     return Outcome(counts, tokens, np.zeros(rows, np.int32), np.ones(rows, np.bool_))
 
 
-class Buyer(NgramDrafter):
-    """The slow twin with the policy's own way to choose what pays, by prices.
+class PricedNgramDrafter(NgramDrafter):
+    """The drafter in NumPy with the policy's own way to choose what pays, by prices.
 
     waiting  by slot: what was found when it was asked last, bought or not, and what came since
     """
@@ -104,11 +104,11 @@ def bought(trust, drafts, prices):
     return cut(believed, [index for layer in layers[: int(np.argmax(won))] for index in layer])
 
 
-class Twins:
-    """Both drafters, told the same; every proposal is compared."""
+class BothDrafters:
+    """Both drafters on the same tokens; every proposal is compared."""
 
     def __init__(self, min_prob=0.2, table=None, capacity=0):
-        kinds = (Buyer, CpuNgramDrafter)
+        kinds = (PricedNgramDrafter, CpuNgramDrafter)
         self.both = [kind(SLOTS, min_prob, table, capacity) for kind in kinds]
         self.open: dict[int, TokenText] = {}
 
@@ -136,8 +136,8 @@ class Twins:
         assert len(slow) == len(fast) == len(slots)
         for one, other in zip(slow, fast, strict=True):
             for name in ("tokens", "parents", "score", "source") if len(one) else ():
-                mine, twins = getattr(one, name), getattr(other, name)
-                assert mine.dtype == twins.dtype and mine.tobytes() == twins.tobytes(), name
+                mine, others = getattr(one, name), getattr(other, name)
+                assert mine.dtype == others.dtype and mine.tobytes() == others.tobytes(), name
             assert prices is not None or (one.score >= min_prob - 1e-6).all()
         if prices is not None:
             counts = list(map(len, fast))
@@ -152,9 +152,9 @@ class Twins:
         return sum(map(len, fast))
 
 
-SAID = st.lists(st.integers(0, 3), max_size=60)
-AGAIN = st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(2, 40), SAID)
-WORDS = st.one_of(SAID, AGAIN.map(lambda it: (it[0] * it[1])[:40] + it[2][:20]))
+EMITTED = st.lists(st.integers(0, 3), max_size=60)
+AGAIN = st.tuples(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(2, 40), EMITTED)
+WORDS = st.one_of(EMITTED, AGAIN.map(lambda it: (it[0] * it[1])[:40] + it[2][:20]))
 """Of which some repeat themselves for longer than is looked back."""
 PRICES = st.one_of(
     st.none(),
@@ -182,26 +182,26 @@ def table_of(answers, vocab):
 def test_any_course_of_events(data, min_prob, capacity):
     """With a table, a cache, both or neither; a table may come later. capacity: of the cache."""
     tables = st.lists(WORDS, max_size=9).map(lambda answers: table_of(answers, 4))
-    twins = Twins(min_prob, data.draw(st.none() | tables), capacity)
+    pair = BothDrafters(min_prob, data.draw(st.none() | tables), capacity)
     for _ in range(data.draw(st.integers(1, 20))):
-        if not twins.open or data.draw(st.integers(0, 4)) == 0:
+        if not pair.open or data.draw(st.integers(0, 4)) == 0:
             prediction = data.draw(st.one_of(st.just([]), WORDS))
             more = prediction, data.draw(SAMPLINGS), data.draw(st.integers(0, 3))
             tenant = data.draw(st.sampled_from([0, 1, (1 << 64) - 1]))
-            twins.begin(
+            pair.begin(
                 data.draw(st.integers(0, SLOTS - 1)), data.draw(WORDS), *more, tenant=tenant
             )
         elif data.draw(st.integers(0, 9)) == 0:
-            twins.use(data.draw(tables))
+            pair.use(data.draw(tables))
         elif data.draw(st.integers(0, 9)) == 0:
-            twins.end(data.draw(st.sampled_from(sorted(twins.open))))
+            pair.end(data.draw(st.sampled_from(sorted(pair.open))))
             continue
-        slots = data.draw(st.lists(st.sampled_from(sorted(twins.open)), min_size=1, unique=True))
+        slots = data.draw(st.lists(st.sampled_from(sorted(pair.open)), min_size=1, unique=True))
         limits = [data.draw(LIMITS) for _ in slots]
         emitted = [data.draw(st.lists(st.integers(0, 3), max_size=6)) for _ in slots]
         nodes, depths = zip(*limits, strict=True)
         least = data.draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
-        twins.step(slots, nodes, depths, emitted, least, data.draw(PRICES))
+        pair.step(slots, nodes, depths, emitted, least, data.draw(PRICES))
 
 
 def texts(random, kind, length):
@@ -233,12 +233,12 @@ def test_long_texts(random, kind, tabled, each):
         prices = NodeCosts(array("d", abs(each) * np.arange(1, 33)), padded=each < 0.0)
     length = 3000
     table = table_of([texts(random, kind, length) for _ in range(9)], 2**31) if tabled else None
-    twins = Twins(0.02, table)
+    pair = BothDrafters(0.02, table)
     rest = {}
     for slot in range(SLOTS):
         text = texts(random, kind, length).tolist()
         at = int(random.integers(0, length // 2))
-        twins.begin(slot, text[:at], (), (GREEDY, Sampling(temperature=1.0, seed=slot))[slot % 2])
+        pair.begin(slot, text[:at], (), (GREEDY, Sampling(temperature=1.0, seed=slot))[slot % 2])
         rest[slot] = text[at:]
     draft_tokens = 0
     for turn in range(250):
@@ -252,7 +252,7 @@ def test_long_texts(random, kind, tabled, each):
             count = int(random.integers(0, 9))
             emitted.append(rest[slot][:count])
             rest[slot] = rest[slot][count:]
-        draft_tokens += twins.step(slots, nodes, depths, emitted, prices=prices)
+        draft_tokens += pair.step(slots, nodes, depths, emitted, prices=prices)
     if each is None or kind != "noise":
         assert draft_tokens > (300 if each is None else 80)
 
@@ -261,26 +261,26 @@ def test_many_answers():
     """The cache over halves that are full and forgotten."""
     random = np.random.default_rng(11)
     words = [random.integers(0, 49152, random.integers(1, 6)).tolist() for _ in range(300)]
-    twins = Twins(0.02, capacity=3000)
+    pair = BothDrafters(0.02, capacity=3000)
     drafted = []
     for _ in range(60):
         drawn = np.minimum(random.zipf(1.3, 40), len(words)) - 1
         text = [token for word in drawn.tolist() for token in words[word]]
-        twins.begin(0, text[:5])
+        pair.begin(0, text[:5])
         steps = [text[at : at + 3] for at in range(5, len(text), 3)]
-        drafted.append(sum(twins.step([0], [8], [8], [some]) for some in steps) / len(steps))
-        twins.end(0)
-    assert 1500 < twins.both[1].describe()["cache"] <= 3000
+        drafted.append(sum(pair.step([0], [8], [8], [some]) for some in steps) / len(steps))
+        pair.end(0)
+    assert 1500 < pair.both[1].describe()["cache"] <= 3000
     assert np.mean(drafted[-20:]) > 1.5 * drafted[0]
 
 
 def test_a_prediction_with_half_of_the_votes_is_where_a_token_comes_from():
     """As many for 5 after 1, 2 within the prediction as outside of it."""
-    twins = Twins(0.0)
-    twins.begin(0, [8, 1, 2, 5, 7, 1, 2], [9, 1, 2, 5, 6, 9, 1, 2, 5, 6])
+    pair = BothDrafters(0.0)
+    pair.begin(0, [8, 1, 2, 5, 7, 1, 2], [9, 1, 2, 5, 6, 9, 1, 2, 5, 6])
     plan = plan_of([0], [12], [4])
-    (draft,) = twins.both[1].propose(plan)
-    (slow,) = twins.both[0].propose(plan)
+    (draft,) = pair.both[1].propose(plan)
+    (slow,) = pair.both[0].propose(plan)
     assert draft.source.tobytes() == slow.source.tobytes()
     assert DraftSource.PREDICTION in draft.source[draft.tokens == 5]
 

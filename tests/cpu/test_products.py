@@ -9,7 +9,7 @@ from forerun.checkpoints.mapped import FourBits
 from forerun.executors.cpu import native
 from forerun.executors.cpu.few_bits import rows_of_bytes, rows_of_tiles
 from tests.covering import every, some_of
-from tests.cpu.twin import quantised
+from tests.cpu.reference import quantised
 
 SOURCES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "F32": 3, "F16": 4, "BF16": 5, "Q5_0": 11}
 FLOATS = ("F32", "F16", "BF16")

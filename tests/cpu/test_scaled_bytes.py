@@ -7,13 +7,13 @@ from gguf.quants import dequantize
 
 from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.executors.cpu.few_bits import rows_of_levels
+from tests.cpu.reference import forward
 from tests.cpu.test_logits import SAME, distance, logits_of
-from tests.cpu.twin import forward
 from tests.models import tiny
 
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 BLOCK_BYTES = {"Q5_0": 22, "IQ4_NL": 18}
-SAID = {"Q5_0": "Q5_0 as in the file", "IQ4_NL": "IQ4_NL as the same numbers in 8 bits"}
+REPORTED = {"Q5_0": "Q5_0 as in the file", "IQ4_NL": "IQ4_NL as the same numbers in 8 bits"}
 
 
 def blocks(kind, rows, columns, random):
@@ -66,7 +66,7 @@ def test_logits_are_those_of_the_same_numbers_in_q8_0(kind, random, tmp_path, ex
     source, same = (GgufCheckpoint(path) for path in paths.values())
     tokens = random.integers(0, tiny.VOCAB, 40)
     made = executor(source, 2)
-    assert SAID[kind] in made.describe()["dtype"]
+    assert REPORTED[kind] in made.describe()["dtype"]
     logits = logits_of(made, tokens)
     assert np.array_equal(logits, logits_of(executor(same, 2), tokens))
     assert np.array_equal(logits, logits_of(executor(source, kernels="portable"), tokens))

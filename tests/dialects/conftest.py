@@ -9,7 +9,7 @@ GUARDED = {"api_keys": ["sesame"], "strict_model_names": True}
 
 @pytest.fixture(scope="session")
 def server(request, tmp_path_factory):
-    """A server of one model, or of two (see asked.with_two)."""
+    """A server of one model, or of two (see requests.with_two)."""
     models = getattr(request, "param", None)
     with sound(tmp_path_factory.mktemp("dialects"), delay=0.001, models=models) as server:
         yield server

@@ -7,7 +7,7 @@ import pytest
 from forerun.serve.bodies.fields import read
 from forerun.serve.dialects.anthropic.schema import MessagesBody
 from forerun.serve.dialects.responses.free_tools import free_input, shell_action
-from tests.dialects.asked import ASKED, GREEDY, PLACE, with_two
+from tests.dialects.requests import GREEDY, MESSAGES, PLACE, with_two
 from tests.lazy import LazyModule
 
 anthropic = LazyModule("anthropic")
@@ -36,7 +36,7 @@ def codex(server):
 def test_claude_codes_fields(claude):
     search = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
     turns = (("system", "Be brief."), ("assistant", "Well."), ("user", "Go on."))
-    messages = [*ASKED, *({"role": role, "content": text} for role, text in turns)]
+    messages = [*MESSAGES, *({"role": role, "content": text} for role, text in turns)]
     sent = {"model": "claude-sonnet", "max_tokens": 8, "messages": messages,
             "system": [{"type": "text", "text": "Plan.", "cache_control": {"type": "ephemeral"}}],
             "tools": [search, {**TOOL, "defer_loading": True}], "metadata": {"user_id": "me"},
@@ -93,7 +93,7 @@ def test_codexs_fields_and_a_loop_of_answers(codex):
 @with_two()
 @pytest.mark.parametrize("most", (1, 3, 12, 30))
 def test_a_forced_call_that_is_cut_says_so(server, claude, most):
-    request = {"model": "toy", "max_tokens": most, "messages": ASKED, "tools": [TOOL],
+    request = {"model": "toy", "max_tokens": most, "messages": MESSAGES, "tools": [TOOL],
              "tool_choice": {"type": "any"}, "extra_body": {"temperature": 0}}  # fmt: skip
     whole = claude.messages.create(**request)
     assert whole.stop_reason == "max_tokens" and whole.content == []
@@ -101,7 +101,7 @@ def test_a_forced_call_that_is_cut_says_so(server, claude, most):
         assert "<tool" not in "".join(stream.text_stream)
         assert stream.get_final_message().stop_reason == "max_tokens"
     tool = {"type": "function", "function": {"name": "travel", "parameters": PLACE}}
-    body = {"messages": ASKED, "max_tokens": most, "tools": [tool], "tool_choice": "required"}
+    body = {"messages": MESSAGES, "max_tokens": most, "tools": [tool], "tool_choice": "required"}
     choice = server.post("/v1/chat/completions", {**body, **GREEDY}).json()["choices"][0]
     assert choice["finish_reason"] == "length" and not choice["message"]["content"]
 
@@ -179,7 +179,7 @@ def test_what_a_call_said_before_it_was_cut():
 
 
 def test_a_thread_is_refused_so_that_clients_go_on_without_one(server):
-    sent = {"model": "toy", "max_tokens": 4, "messages": ASKED, "thread": {"type": "create"}}
+    sent = {"model": "toy", "max_tokens": 4, "messages": MESSAGES, "thread": {"type": "create"}}
     for path, body in (
         ("/v1/messages", sent),
         ("/v1/messages/count_tokens", {**sent, "max_tokens": None}),
@@ -204,7 +204,7 @@ def test_documents_of_plain_text_are_text(server):
     for wrap in (
         lambda block: [{"role": "user", "content": [block, question]}],
         lambda block: [
-            *ASKED,
+            *MESSAGES,
             {"role": "assistant", "content": [use]},
             {"role": "user", "content": [{**result, "content": [block]}]},
         ],
@@ -239,7 +239,8 @@ ALL = set(
 )
 def test_tools_that_clients_run_are_offered_as_functions(server, kind, name, wanted):
     tool = {"type": kind, "name": name, "cache_control": {"type": "ephemeral"}}
-    sent = {"max_tokens": 800, "messages": ASKED, "tools": [tool], "tool_choice": {"type": "any"}}
+    sent = {"max_tokens": 800, "messages": MESSAGES, "tools": [tool]}
+    sent["tool_choice"] = {"type": "any"}
     (offered,) = read(MessagesBody, sent).tools
     assert offered.signature.name == name
     assert offered.plain["function"]["parameters"]["properties"].keys() >= wanted

@@ -4,7 +4,16 @@ import json
 
 import pytest
 
-from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of, with_two
+from tests.dialects.requests import (
+    GREEDY,
+    MESSAGES,
+    PLACE,
+    SAMPLED,
+    chat,
+    is_place,
+    text_of,
+    with_two,
+)
 from tests.dialects.thoughts import thoughtful
 from tests.lazy import LazyModule
 
@@ -21,7 +30,7 @@ def client(server):
 
 
 def ask(client, sampling=GREEDY, **options):
-    base = {"model": "toy", "messages": ASKED, "max_tokens": 40, "extra_body": sampling}
+    base = {"model": "toy", "messages": MESSAGES, "max_tokens": 40, "extra_body": sampling}
     return client.messages.create(**{**base, **options})
 
 
@@ -47,7 +56,7 @@ def test_the_text_is_that_of_the_other_route(server, client, sampling):
 def test_stream_is_the_answer_in_events(server, client):
     whole = ask(client, SAMPLED)
     with client.messages.stream(
-        model="toy", messages=ASKED, max_tokens=40, extra_body=SAMPLED
+        model="toy", messages=MESSAGES, max_tokens=40, extra_body=SAMPLED
     ) as stream:
         events = [event.type for event in stream]
         final = stream.get_final_message()
@@ -62,7 +71,7 @@ def test_stream_is_the_answer_in_events(server, client):
 
 def test_system_and_stop_sequences(server, client):
     system = [{"type": "text", "text": "Be brief."}]
-    messages = [{"role": "system", "content": "Be brief."}, *ASKED]
+    messages = [{"role": "system", "content": "Be brief."}, *MESSAGES]
     text = text_of(server, messages, **GREEDY)
     assert ask(client, system=system).content[0].text == text
     assert ask(client, system="Be brief.").content[0].text == text
@@ -75,8 +84,8 @@ def test_system_and_stop_sequences(server, client):
 def test_the_answer_goes_on_with_what_was_begun(server, client):
     begun = {"role": "assistant", "content": "The city"}
     fields = {"continue_final_message": True, "add_generation_prompt": False}
-    text = text_of(server, [*ASKED, begun], **GREEDY, **fields)
-    assert ask(client, messages=[*ASKED, begun]).content[0].text == text
+    text = text_of(server, [*MESSAGES, begun], **GREEDY, **fields)
+    assert ask(client, messages=[*MESSAGES, begun]).content[0].text == text
 
 
 @with_two()
@@ -85,10 +94,10 @@ def test_tools_are_called_and_answered(server, client, stream):
     options = {"model": "toy", "tools": [TOOL], "max_tokens": 300, "extra_body": SAMPLED}
     choice = {"type": "tool", "name": "travel"}
     if stream:
-        with client.messages.stream(messages=ASKED, tool_choice=choice, **options) as events:
+        with client.messages.stream(messages=MESSAGES, tool_choice=choice, **options) as events:
             answer = events.get_final_message()
     else:
-        answer = client.messages.create(messages=ASKED, tool_choice=choice, **options)
+        answer = client.messages.create(messages=MESSAGES, tool_choice=choice, **options)
     (used,) = answer.content
     assert (used.type, used.name, answer.stop_reason) == ("tool_use", "travel", "tool_use")
     assert is_place(used.input) and used.id.startswith("toolu_")
@@ -103,12 +112,12 @@ def test_tools_are_called_and_answered(server, client, stream):
         {"type": "text", "text": "And now?"},
         {"type": "tool_result", "tool_use_id": used.id, "content": "Sunny."},
     ]
-    turns = [*ASKED, {"role": "assistant", "content": answer.content},
+    turns = [*MESSAGES, {"role": "assistant", "content": answer.content},
              {"role": "user", "content": content}]  # fmt: skip
     call = {"id": used.id, "type": "function",
             "function": {"name": "travel", "arguments": arguments}}  # fmt: skip
     theirs = [
-        *ASKED,
+        *MESSAGES,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": used.id, "content": "Sunny."},
         {"role": "user", "content": "And now?"},
@@ -135,7 +144,7 @@ def test_thinking_is_a_block_of_its_own(thinking):
         empty, same = client.messages.create(thinking=hidden, **options).content
         assert (empty.thinking, same) == ("", text)
         # It comes back as it was said, and the thought of it reaches the template.
-        turns = [*question, {"role": "assistant", "content": [thought, text]}, *ASKED]
+        turns = [*question, {"role": "assistant", "content": [thought, text]}, *MESSAGES]
         assert client.messages.create(**{**options, "messages": turns}).content
 
 
@@ -150,7 +159,7 @@ def test_structured_output(client, spelled):
 
 @with_two()
 def test_tokens_are_counted_as_they_will_be(client):
-    body = {"model": "toy", "messages": ASKED, "system": "Be brief.", "tools": [TOOL]}
+    body = {"model": "toy", "messages": MESSAGES, "system": "Be brief.", "tools": [TOOL]}
     counted = client.messages.count_tokens(**body)
     usage = client.messages.create(max_tokens=1, **body).usage
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens

@@ -5,7 +5,7 @@ import base64
 import numpy as np
 import pytest
 
-from tests.dialects.asked import with_two
+from tests.dialects.requests import with_two
 from tests.lazy import LazyModule
 
 openai, ollama = LazyModule("openai"), LazyModule("ollama")

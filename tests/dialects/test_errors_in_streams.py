@@ -10,7 +10,7 @@ from forerun.engine.request import Finish
 from forerun.serve.dialects.ollama.answers import Calls
 from forerun.serve.dialects.responses.free_tools import free_input, shell_action
 from forerun.text.tool_bodies import CallPiece
-from tests.dialects.asked import ASKED, PLACE, SAMPLED, chat, with_two
+from tests.dialects.requests import MESSAGES, PLACE, SAMPLED, chat, with_two
 from tests.lazy import LazyModule
 from tests.worlds.servers import read_until, request_bytes, serving
 
@@ -36,7 +36,7 @@ def hasty(tmp_path_factory):
 
 def test_chunks_of_openai(hasty):
     client = openai.OpenAI(base_url=hasty.url, api_key="none", max_retries=0)
-    stream = client.chat.completions.create(model="toy", messages=ASKED, max_tokens=LONG,
+    stream = client.chat.completions.create(model="toy", messages=MESSAGES, max_tokens=LONG,
                                             stream=True)  # fmt: skip
     with pytest.raises(openai.APIError) as caught:
         list(stream)
@@ -55,13 +55,13 @@ def test_events_of_responses(hasty):
 def test_events_of_anthropic(hasty):
     client = anthropic.Anthropic(base_url=hasty.root, api_key="none", max_retries=0)
     with pytest.raises(anthropic.APIStatusError) as caught:
-        list(client.messages.create(model="toy", messages=ASKED, max_tokens=LONG, stream=True))
+        list(client.messages.create(model="toy", messages=MESSAGES, max_tokens=LONG, stream=True))
     assert caught.value.body["error"] == {"type": "timeout_error", "message": LATE}
 
 
 def test_lines_of_ollama(hasty):
     client = ollama.Client(hasty.root, trust_env=False)
-    stream = client.chat("toy", ASKED, options={"num_predict": LONG}, stream=True)
+    stream = client.chat("toy", MESSAGES, options={"num_predict": LONG}, stream=True)
     with pytest.raises(ollama.ResponseError) as caught:
         list(stream)
     assert caught.value.error == LATE
@@ -78,9 +78,13 @@ def test_events_of_sglang(hasty):
 @pytest.mark.parametrize(
     ("path", "body", "kind"),
     [
-        ("/v1/messages", {"messages": ASKED, "max_tokens": LONG}, "timeout_error"),
+        ("/v1/messages", {"messages": MESSAGES, "max_tokens": LONG}, "timeout_error"),
         ("/v1/responses", {"input": "Hi", "max_output_tokens": LONG}, "server_error"),
-        ("/api/chat", {"messages": ASKED, "options": {"num_predict": LONG}, "stream": False}, None),
+        (
+            "/api/chat",
+            {"messages": MESSAGES, "options": {"num_predict": LONG}, "stream": False},
+            None,
+        ),
     ],
 )
 def test_whole_answers(hasty, path, body, kind):
@@ -94,7 +98,7 @@ def test_whole_answers(hasty, path, body, kind):
 LEAVING = {
     "/v1/messages": (
         b"message_start",
-        {"model": "toy", "messages": ASKED, "max_tokens": LONG, "stream": True, **SAMPLED},
+        {"model": "toy", "messages": MESSAGES, "max_tokens": LONG, "stream": True, **SAMPLED},
     ),
     "/v1/responses": (
         b"response.output_text.delta",
@@ -102,7 +106,7 @@ LEAVING = {
     ),
     "/api/chat": (
         b'"done":false',
-        {"messages": ASKED, "options": {**SAMPLED, "num_predict": LONG}},
+        {"messages": MESSAGES, "options": {**SAMPLED, "num_predict": LONG}},
     ),
     "/generate": (
         b'"text"',
@@ -141,7 +145,7 @@ def test_in_openais_words(server, kept):
     body = {**FORCED, "stop": [INSIDE], "include_stop_str_in_output": kept}
     whole, _ = chat(server, **body)
     assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", INSIDE)
-    answer = server.post("/v1/chat/completions", {**body, "messages": ASKED, "stream": True})
+    answer = server.post("/v1/chat/completions", {**body, "messages": MESSAGES, "stream": True})
     assert events(answer)[-1]["choices"][0]["finish_reason"] == "stop"
 
 
@@ -154,8 +158,8 @@ def test_a_call_that_is_whole_counts(server):
 @with_two()
 def test_in_anthropics_words(server):
     tool = {"name": "travel", "input_schema": PLACE}
-    body = {"messages": ASKED, "max_tokens": 300, "tools": [tool], "tool_choice": {"type": "any"}}
-    body |= {**SAMPLED, "stop_sequences": [INSIDE]}
+    body = {"messages": MESSAGES, "max_tokens": 300, "tools": [tool]}
+    body |= {**SAMPLED, "stop_sequences": [INSIDE], "tool_choice": {"type": "any"}}
     whole = server.post("/v1/messages", body).json()
     assert (whole["stop_reason"], whole["stop_sequence"]) == ("stop_sequence", INSIDE)
     assert whole["content"] == []
@@ -167,7 +171,7 @@ def test_in_anthropics_words(server):
 def test_in_ollamas_words(calling, stream):
     for stop, count in ((INSIDE, 0), ("no such text", 1)):
         options = {"num_predict": 300, "stop": [stop]}
-        body = {"messages": ASKED, "tools": [TOOL], "options": options}
+        body = {"messages": MESSAGES, "tools": [TOOL], "options": options}
         lines = calling.post("/api/chat", {**body, "stream": stream}).text.splitlines()
         answers = [json.loads(line) for line in lines]
         calls = [call for one in answers for call in one["message"].get("tool_calls", ())]

@@ -16,7 +16,7 @@ from forerun.serve.dialects.llama.schema import InfillBody
 from forerun.text.pieces import Pieces
 from forerun.text.tokenizer import AddedToken, TextEnds, Tokenizer
 from forerun.types import RequestId
-from tests.dialects.asked import GREEDY, PLACE, SAMPLED, is_place, with_two
+from tests.dialects.requests import GREEDY, PLACE, SAMPLED, is_place, with_two
 from tests.dialects.thoughts import TOKENIZER
 
 WHOLE = {

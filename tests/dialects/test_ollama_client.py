@@ -7,7 +7,16 @@ import pytest
 
 from forerun import __version__
 from forerun.serve.dialects.ollama.models import _details
-from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of, with_two
+from tests.dialects.requests import (
+    GREEDY,
+    MESSAGES,
+    PLACE,
+    SAMPLED,
+    chat,
+    is_place,
+    text_of,
+    with_two,
+)
 from tests.dialects.thoughts import thoughtful
 from tests.lazy import LazyModule
 from tests.shape.tree import ROOT
@@ -26,7 +35,7 @@ def client(server):
 
 def ask(client, sampling=GREEDY, **more):
     options = {**sampling, "num_predict": 40, **more.pop("options", {})}
-    return client.chat(**{"model": "toy", "messages": ASKED, "options": options, **more})
+    return client.chat(**{"model": "toy", "messages": MESSAGES, "options": options, **more})
 
 
 @with_two()
@@ -41,11 +50,11 @@ def test_the_text_is_that_of_the_other_route(server, client, sampling):
     assert answer.total_duration >= answer.prompt_eval_duration > 0
     assert answer.total_duration >= answer.eval_duration
     off = {"speculative": {"enabled": False, "stats": True}, "stream": False}
-    body = {"messages": ASKED, "options": {**sampling, "num_predict": 40}, **off}
+    body = {"messages": MESSAGES, "options": {**sampling, "num_predict": 40}, **off}
     plain = server.post("/api/chat", body).json()
     assert plain["message"]["content"] == answer.message.content
     assert plain["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
-    once = client.generate("toy:latest", ASKED[0]["content"], options=body["options"])
+    once = client.generate("toy:latest", MESSAGES[0]["content"], options=body["options"])
     assert (once.response, once.model) == (answer.message.content, "toy:latest")
 
 
@@ -58,18 +67,18 @@ def test_stream_is_the_answer_in_lines(server, client):
     assert (last.done, last.message.content, last.done_reason) == (True, "", "length")
     assert (last.eval_count, last.prompt_eval_count) == (40, whole.prompt_eval_count)
     # Left out, stream is true.
-    answer = server.post("/api/chat", {"messages": ASKED, "options": {"num_predict": 3}})
+    answer = server.post("/api/chat", {"messages": MESSAGES, "options": {"num_predict": 3}})
     assert answer.headers["content-type"] == "application/x-ndjson"
     assert [json.loads(line)["done"] for line in answer.text.splitlines()][-1] is True
     options = {**SAMPLED, "num_predict": 40}
-    *pieces, last = client.generate("toy", ASKED[0]["content"], options=options, stream=True)
+    *pieces, last = client.generate("toy", MESSAGES[0]["content"], options=options, stream=True)
     assert "".join(piece.response for piece in pieces) == whole.message.content
 
 
 @pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
 def test_no_number_of_tokens_is_no_limit(server, path):
     """Ollama's runner counts against a limit above 0 alone."""
-    body = {"messages": ASKED} if path == "/api/chat" else {"prompt": "a", "raw": True}
+    body = {"messages": MESSAGES} if path == "/api/chat" else {"prompt": "a", "raw": True}
     answers = [
         server.post(path, {**body, "stream": False, "options": {**GREEDY, **options}}).json()
         for options in ({"num_predict": 0}, {"num_predict": -1}, {})
@@ -88,8 +97,8 @@ def test_options_reach_the_sampler(server, client):
     ollamas = {**penal, "repeat_penalty": penal["repetition_penalty"], "num_ctx": 2048}
     del ollamas["repetition_penalty"]
     assert ask(client, options=ollamas).message.content == theirs != text
-    system = [{"role": "system", "content": "Be brief."}, *ASKED]
-    once = client.generate("toy", ASKED[0]["content"], system="Be brief.",
+    system = [{"role": "system", "content": "Be brief."}, *MESSAGES]
+    once = client.generate("toy", MESSAGES[0]["content"], system="Be brief.",
                            options={**GREEDY, "num_predict": 40})  # fmt: skip
     assert once.response == text_of(server, system, **GREEDY)
 
@@ -105,7 +114,7 @@ def test_a_raw_prompt_is_only_continued(server, client):
 
 def test_what_concerns_the_machine_is_named_as_ignored(server):
     options = {"num_predict": 3, "num_ctx": 100, "num_gpu": 1, "use_mmap": True}
-    answer = server.post("/api/chat", {"messages": ASKED, "options": options, "keep_alive": "5m",
+    answer = server.post("/api/chat", {"messages": MESSAGES, "options": options, "keep_alive": "5m",
                                        "think": True, "stream": False})  # fmt: skip
     named = answer.headers["x-forerun-ignored"].split(", ")
     assert named == [
@@ -133,7 +142,8 @@ HONOURED = ("seed", "num_predict", "top_k", "top_p", "min_p", "temperature", "re
 
 def test_every_documented_option_is_taken_and_unknown_ones_are_skipped(server):
     def said(options):
-        answer = server.post("/api/chat", {"messages": ASKED, "stream": False, "options": options})
+        body = {"messages": MESSAGES, "stream": False, "options": options}
+        answer = server.post("/api/chat", body)
         assert answer.status_code == 200, answer.text
         named = answer.headers.get("x-forerun-ignored", "").split(", ")
         return answer.json()["message"]["content"], {
@@ -153,7 +163,7 @@ def test_every_documented_option_is_taken_and_unknown_ones_are_skipped(server):
 
 def test_an_unknown_option_may_be_no_text(server):
     """Half of a surrogate pair has no bytes in a header."""
-    body = json.dumps({"messages": ASKED, "stream": False, "options": {"\ud800": 1}})
+    body = json.dumps({"messages": MESSAGES, "stream": False, "options": {"\ud800": 1}})
     answer = server.http.post("/api/chat", content=body.encode())
     assert answer.status_code == 200, answer.text
     assert answer.headers["x-forerun-ignored"] == "options.%3F"
@@ -161,7 +171,7 @@ def test_an_unknown_option_may_be_no_text(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_are_called(calling, stream):
-    body = {"messages": ASKED, "tools": [TOOL], "options": {"num_predict": 300}}
+    body = {"messages": MESSAGES, "tools": [TOOL], "options": {"num_predict": 300}}
     lines = calling.post("/api/chat", {**body, "stream": stream}).text.splitlines()
     answers = [json.loads(line) for line in lines]
     calls = [call for one in answers for call in one["message"].get("tool_calls", ())]
@@ -178,10 +188,10 @@ def test_what_tools_brought_is_heard(server):
     arguments = {"city": "Rome", "days": 1}
     body = {"tools": [TOOL], "stream": False, "options": {**SAMPLED, "num_predict": 40}}
     called = {"function": {"name": "travel", "arguments": arguments}}
-    ours = [*ASKED, {"role": "assistant", "tool_calls": [called]},
+    ours = [*MESSAGES, {"role": "assistant", "tool_calls": [called]},
             {"role": "tool", "tool_name": "travel", "content": "Sunny."}]  # fmt: skip
     call = {"type": "function", "function": {"name": "travel", "arguments": json.dumps(arguments)}}
-    said = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]},
+    said = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "name": "travel", "content": "Sunny."}]  # fmt: skip
     answer = server.post("/api/chat", {"messages": ours, **body}).json()
     assert answer["message"]["content"] == text_of(server, said, tools=[TOOL], **SAMPLED)
@@ -207,7 +217,7 @@ def test_thinking_is_told_apart(thinking):
     assert answer.message.content == message["content"]
     pieces = [*ask(client, messages=question, stream=True)]
     assert "".join(piece.message.thinking or "" for piece in pieces) == answer.message.thinking
-    again = [*question, answer.message, *ASKED]
+    again = [*question, answer.message, *MESSAGES]
     assert ask(client, messages=again).done
 
 
@@ -235,11 +245,11 @@ def test_models(server, client):
 
 def test_templates_see_tools_in_one_form(server):
     """Whether arguments are held to the schema is no matter of the model's."""
-    body = {"messages": ASKED, "stream": False, "max_tokens": 1}
+    body = {"messages": MESSAGES, "stream": False, "max_tokens": 1}
     theirs = {"function": {**TOOL["function"], "strict": True}, "type": "function"}
     bare = {"type": "function", "function": {"name": "now"}}
     answer = server.post("/v1/chat/completions", {**body, "tools": [theirs, bare]}).json()
-    ours = {"messages": ASKED, "stream": False, "tools": [TOOL, bare]}
+    ours = {"messages": MESSAGES, "stream": False, "tools": [TOOL, bare]}
     reply = server.post("/api/chat", {**ours, "options": {"num_predict": 1}}).json()
     assert answer["usage"]["prompt_tokens"] == reply["prompt_eval_count"]
 
@@ -252,13 +262,13 @@ BAD = [
     ("/api/chat", {"options": {"temperature": 3}}, "options.temperature"),
     ("/api/chat", {"options": {"num_ctx": "big"}}, "options.num_ctx"),
     ("/api/chat", {"options": [1]}, "options"),
-    ("/api/chat", {"options": {"num_predict": -3}, "messages": ASKED}, "options.num_predict"),
+    ("/api/chat", {"options": {"num_predict": -3}, "messages": MESSAGES}, "options.num_predict"),
     ("/api/chat", {"format": "yaml"}, "format"),
-    ("/api/chat", {"format": {"type": "what"}, "messages": ASKED}, "format"),
+    ("/api/chat", {"format": {"type": "what"}, "messages": MESSAGES}, "format"),
     ("/api/chat", {"think": "much"}, "think"),
     ("/api/chat", {"keep_alive": True}, "keep_alive"),
     ("/api/chat", {"tools": [{"function": {"name": "a b"}}]}, "tools[0].function.name"),
-    ("/api/chat", {"messages": ASKED, "top_logprobs": 2}, "top_logprobs"),
+    ("/api/chat", {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
     ("/api/generate", {"prompt": "a", "template": "b"}, "template"),
     ("/api/generate", {"prompt": "a", "context": [1]}, "context"),
     ("/api/generate", {"prompt": "a", "raw": True, "system": "b"}, "system"),
@@ -278,11 +288,11 @@ def test_what_is_wrong_is_said_in_ollamas_shape(server, path, wrong, named):
 
 
 def test_other_errors(server, client, guarded):
-    assert client.chat("llama3", ASKED).message.content, "with one model any name is its name"
+    assert client.chat("llama3", MESSAGES).message.content, "with one model any name is its name"
     with_key = ollama.Client(guarded.root, trust_env=False,
                              headers={"authorization": "Bearer sesame"})  # fmt: skip
     with pytest.raises(ollama.ResponseError) as caught:
-        with_key.chat("llama3", ASKED)
+        with_key.chat("llama3", MESSAGES)
     assert caught.value.status_code == 404 and "'llama3' does not exist" in caught.value.error
     for call, status in ((lambda: client.pull("llama3"), 404), (lambda: client.delete("toy"), 501)):
         with pytest.raises(ollama.ResponseError) as caught:
@@ -295,7 +305,7 @@ def test_other_errors(server, client, guarded):
 
 @with_two()
 def test_a_body_without_its_type_is_taken_but_not_from_a_web_page(server):
-    body = json.dumps({"messages": ASKED, "stream": False, "options": {"num_predict": 3}})
+    body = json.dumps({"messages": MESSAGES, "stream": False, "options": {"num_predict": 3}})
     assert server.http.post("/api/chat", content=body).status_code == 200
     form = {"content-type": "application/x-www-form-urlencoded"}
     assert server.http.post("/api/chat", content=body, headers=form).status_code == 200

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.dialects.asked import ASKED, chat, with_two
+from tests.dialects.requests import MESSAGES, chat, with_two
 from tests.dialects.thoughts import TOKENIZER
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -38,8 +38,9 @@ def test_properties_and_templates(server):
     props = server.http.get("/props").json()
     assert props["default_generation_settings"]["n_ctx"] == 4096 and props["total_slots"] > 0
     assert "im_start" in props["chat_template"] and props["model_alias"] == "toy"
-    prompt = server.post("/apply-template", {"messages": ASKED, "tools": [TOOL]}).json()["prompt"]
-    body = {"messages": ASKED, "tools": [TOOL], "tool_choice": "auto"}
+    body = {"messages": MESSAGES, "tools": [TOOL]}
+    prompt = server.post("/apply-template", body).json()["prompt"]
+    body |= {"tool_choice": "auto"}
     reply = server.post("/v1/chat/completions/input_tokens", body).json()
     assert reply["input_tokens"] == len(TOKENIZER.encode(prompt, specials=True))
     _, usage = chat(server, **{k: v for k, v in body.items() if k != "messages"})
@@ -114,7 +115,7 @@ def test_what_ended_an_answer(server):
 
 @with_two()
 def test_chat_completions_without_v1(server):
-    body = {"messages": ASKED, "max_tokens": 4, "temperature": 0}
+    body = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0}
     with_it, without = (server.post(f"{at}/chat/completions", body) for at in ("/v1", ""))
     assert without.status_code == 200
     assert with_it.json()["choices"] == without.json()["choices"]

@@ -9,14 +9,23 @@ import pytest
 from forerun.serve.dialects.responses.store import ResponseStore
 from forerun.serve.dialects.responses.truncation import with_items
 from forerun.serve.http.errors import ApiError
-from tests.dialects.asked import ASKED, GREEDY, PLACE, SAMPLED, chat, is_place, text_of, with_two
+from tests.dialects.requests import (
+    GREEDY,
+    MESSAGES,
+    PLACE,
+    SAMPLED,
+    chat,
+    is_place,
+    text_of,
+    with_two,
+)
 from tests.dialects.thoughts import thoughtful
 from tests.lazy import LazyModule
 
 openai = LazyModule("openai")
 
 
-QUESTION = ASKED[0]["content"]
+QUESTION = MESSAGES[0]["content"]
 TOOL = {"type": "function", "name": "travel", "description": "Plan a journey.", "strict": True,
         "parameters": PLACE}  # fmt: skip
 
@@ -85,10 +94,10 @@ def test_an_answer_that_ends_by_itself_is_completed(client):
 
 
 def test_instructions_are_a_system_message(server, client):
-    messages = [{"role": "system", "content": "Be brief."}, *ASKED]
+    messages = [{"role": "system", "content": "Be brief."}, *MESSAGES]
     text = text_of(server, messages, **GREEDY)
     assert ask(client, instructions="Be brief.").output_text == text
-    developer = [{"role": "developer", "content": "Be brief."}, *ASKED]
+    developer = [{"role": "developer", "content": "Be brief."}, *MESSAGES]
     assert ask(client, input=developer).output_text == text
 
 
@@ -96,7 +105,7 @@ def test_instructions_are_a_system_message(server, client):
 def test_a_conversation_goes_on_and_can_be_forgotten(server, client):
     first = ask(client, instructions="Be brief.")
     second = ask(client, input="And then?", previous_response_id=first.id)
-    said = [*ASKED, {"role": "assistant", "content": first.output_text},
+    said = [*MESSAGES, {"role": "assistant", "content": first.output_text},
             {"role": "user", "content": "And then?"}]  # fmt: skip
     assert second.output_text == text_of(server, said, **GREEDY)
     third = ask(client, input="And now?", previous_response_id=second.id)
@@ -104,7 +113,7 @@ def test_a_conversation_goes_on_and_can_be_forgotten(server, client):
              {"role": "user", "content": "And now?"}]  # fmt: skip
     assert third.output_text == text_of(server, said, **GREEDY)
     # The same without the server's memory: items in, items out.
-    items = [*ASKED, *first.to_dict()["output"], {"role": "user", "content": "And then?"}]
+    items = [*MESSAGES, *first.to_dict()["output"], {"role": "user", "content": "And then?"}]
     assert ask(client, input=items, store=False).output_text == second.output_text
     assert client.responses.retrieve(second.id).output_text == second.output_text
     (item,) = client.responses.input_items.list(second.id).data
@@ -149,10 +158,10 @@ def test_functions_are_called_and_answered(server, client, stream):
     after = ask(client, input=[brought], previous_response_id=answer.id)
     plain = {"id": call.call_id, "type": "function",
              "function": {"name": "travel", "arguments": call.arguments}}  # fmt: skip
-    said = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [plain]},
+    said = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [plain]},
             {"role": "tool", "tool_call_id": call.call_id, "content": "Sunny."}]  # fmt: skip
     assert after.output_text == text_of(server, said, **GREEDY)
-    items = [*ASKED, *answer.to_dict()["output"], brought]
+    items = [*MESSAGES, *answer.to_dict()["output"], brought]
     assert ask(client, input=items).output_text == after.output_text
 
 
@@ -172,7 +181,7 @@ def test_reasoning_is_an_item_of_its_own(thinking):
         parts = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
         assert "".join(parts) == message["reasoning_content"]
         assert events[-1].response.output_text == message["content"]
-        items = [{"role": "user", "content": question}, *answer.to_dict()["output"], *ASKED]
+        items = [{"role": "user", "content": question}, *answer.to_dict()["output"], *MESSAGES]
         assert ask(client, input=items).output
 
 

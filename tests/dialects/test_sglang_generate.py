@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.dialects.asked import GREEDY, PLACE, SAMPLED, is_place, with_two
+from tests.dialects.requests import GREEDY, PLACE, SAMPLED, is_place, with_two
 from tests.dialects.thoughts import TOKENIZER
 from tests.e2e.test_structured import DENSE
 

@@ -23,7 +23,7 @@ from tests.drafters import assistants
 from tests.drafters.prediction import counting, dense, in_gguf, random_layer, with_layers
 from tests.models import tiny
 from tests.parity.blocks import PAIRED, VARIANTS, dense_block, dense_pairs, random_block, streams
-from tests.parity.heads import Target, Twin
+from tests.parity.heads import RandomHead, Target
 
 
 @dataclass(frozen=True)
@@ -273,14 +273,14 @@ def random_head(kinds, _):
     """An EAGLE-3 head that nobody trained, which knows every second token."""
     hf = tiny.model("llama", num_hidden_layers=4, max_position_embeddings=512)
     model = tiny.save_folder(hf, kinds.folder("deep"))
-    twin = Twin(Target(FolderCheckpoint(model)), kinds.folder("random head"), {})
+    dense_head = RandomHead(Target(FolderCheckpoint(model)), kinds.folder("random head"), {})
 
     def reference(text, path):
-        return twin.log_probs([*text, *path], len(path) + 1, only=len(text) - 2)[
+        return dense_head.log_probs([*text, *path], len(path) + 1, only=len(text) - 2)[
             :, len(text) - 2
         ].numpy()
 
-    return Kind("EAGLE", model, twin.folder, reference=reference)
+    return Kind("EAGLE", model, dense_head.folder, reference=reference)
 
 
 # --- Gemma 4's assistant -------------------------------------------------------------------------

@@ -18,21 +18,21 @@ from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import Draft, DraftSource, batch
 from tests.control.steps import plan_of
-from tests.drafters.test_model_drafter import FeaturedToy, Watched
+from tests.drafters.test_model_drafter import FeaturedToy, TextFeedingDrafter
 from tests.engine.toys import TOKENIZER, ask, limits, run
 
 
 def served(combine):
     """Statistics of a few long texts, drafted by what `combine` makes of a lookup and a head."""
     executor = FeaturedToy(limits(pages=200))
-    head = Watched(executor.head, executor.limits, DraftShape(width=2, depth=3))
+    head = TextFeedingDrafter(executor.head, executor.limits, DraftShape(width=2, depth=3))
     drafter = combine(NgramDrafter(4), head)
     made = Engine(
         executor, drafter, FixedPolicy(4, 4), TOKENIZER, NoGrammars(), EngineOptions()
     )  # fmt: skip
     requests = [ask(str(i), f"Prompt {i}", 60) for i in range(3)]
-    ear = run(made, *requests)
-    ear.expect(*requests)
+    sink = run(made, *requests)
+    sink.expect(*requests)
     assert made.stats().failed_steps == 0
     return made.stats(), drafter
 
@@ -48,7 +48,7 @@ def test_the_text_stays_and_no_drafter_alone_does_better():
     assert all(share["right"] > 0 for share in shares.values()) and len(shares) == 3
 
 
-class Said:
+class ChanceDrafter:
     """A drafter that proposes chains, right with chance `honest` at each depth and claimed to be
     with `claim`; wrong tokens are its own.
     """
@@ -86,7 +86,7 @@ class Said:
         return {}
 
 
-class Shallow(Said):
+class Shallow(ChanceDrafter):
     """Right at the first depth alone."""
 
     def propose(self, plan):
@@ -133,7 +133,7 @@ def replayed(drafter, sources, steps=600, nodes=3):
 def test_every_depth_is_learnt_by_itself():
     trust = (
         Shallow("lookup", 1.0, 0.9, DraftSource.NGRAM),
-        Said("head", 0.0, 0.1, DraftSource.DRAFT_MODEL),
+        ChanceDrafter("head", 0.0, 0.1, DraftSource.DRAFT_MODEL),
     )
     drafter = CombinedDrafter(*trust)
     replayed(drafter, trust, 60)
@@ -147,9 +147,9 @@ GOOD, BAD = DraftSource.DRAFT_MODEL, DraftSource.NGRAM
 @pytest.mark.parametrize("claim", [0.9, 0.5])
 def test_the_better_source_gets_the_nodes_whatever_is_claimed(claim):
     """One is right seven times in ten and says so; another says `claim` and is right once."""
-    good, bad = Said("good", 0.7, 0.7, GOOD), Said("bad", 0.1, claim, BAD)
+    good, bad = ChanceDrafter("good", 0.7, 0.7, GOOD), ChanceDrafter("bad", 0.1, claim, BAD)
     alone, _ = replayed(good, [good])
-    good, bad = Said("good", 0.7, 0.7, GOOD), Said("bad", 0.1, claim, BAD)
+    good, bad = ChanceDrafter("good", 0.7, 0.7, GOOD), ChanceDrafter("bad", 0.1, claim, BAD)
     merged, got = replayed(CombinedDrafter(bad, good), [good, bad])
     assert got[GOOD] > 5 * got.get(BAD, 0)
     assert merged > 0.95 * alone
@@ -157,7 +157,7 @@ def test_the_better_source_gets_the_nodes_whatever_is_claimed(claim):
 
 def test_two_of_a_kind_are_better_than_each():
     def sources():
-        return Said("one", 0.6, 0.6, GOOD), Said("other one", 0.6, 0.6, BAD)
+        return ChanceDrafter("one", 0.6, 0.6, GOOD), ChanceDrafter("other one", 0.6, 0.6, BAD)
 
     alone = max(replayed(source, [source], nodes=4)[0] for source in sources())
     pair = sources()
@@ -185,7 +185,7 @@ def test_a_score_is_how_often_such_nodes_were_right():
 
 
 def test_paths_that_two_propose_are_one_node():
-    good, bad = Said("good", 1.0, 0.5, GOOD), Said("bad", 1.0, 0.9, BAD)
+    good, bad = ChanceDrafter("good", 1.0, 0.5, GOOD), ChanceDrafter("bad", 1.0, 0.9, BAD)
     drafter = CombinedDrafter(bad, good)
     good.truth = bad.truth = [3, 4, 5, 6]
     drafter.begin(SlotInit(0, TokenText([0]), 1, Sampling()))
@@ -196,7 +196,7 @@ def test_paths_that_two_propose_are_one_node():
 
 
 def test_where_only_free_drafters_are_asked_the_head_is_not():
-    good, bad = Said("good", 1.0, 0.9, GOOD), Said("bad", 1.0, 0.5, BAD)
+    good, bad = ChanceDrafter("good", 1.0, 0.9, GOOD), ChanceDrafter("bad", 1.0, 0.5, BAD)
     drafter = CombinedDrafter(bad, good)
     good.truth = bad.truth = [3, 4, 5, 6]
     for slot in (0, 1):
@@ -221,7 +221,7 @@ def test_where_only_free_drafters_are_asked_the_head_is_not():
 
 def test_a_free_drafter_that_buys_does_so_alone_where_the_head_has_no_part():
     """Its drafts come out as they are, without a tree of Python and without the head."""
-    good, bad = Said("good", 1.0, 0.9, GOOD), Said("bad", 1.0, 0.5, BAD)
+    good, bad = ChanceDrafter("good", 1.0, 0.9, GOOD), ChanceDrafter("bad", 1.0, 0.5, BAD)
     bad.traits = replace(bad.traits, no_draft_model=True, selects_by_cost=True)
     drafter = CombinedDrafter(bad, good)
     assert (

@@ -31,7 +31,7 @@ def test_it_is_described_while_the_engine_counts():
     confidence.learn(False, 0, 0.93, True)
     (key,) = [key for key in confidence._counts if key[1] < 0]
 
-    class Meanwhile:
+    class ChangingCount:
         """A count; while it is read, others are made."""
 
         right = 1.0
@@ -41,7 +41,7 @@ def test_it_is_described_while_the_engine_counts():
             confidence.learn(True, 5, 0.2, True)
             return 1.0
 
-    confidence._counts[key] = Meanwhile()
+    confidence._counts[key] = ChangingCount()
     assert confidence.describe() == {"greedy, confidence 0.9": 1.0}
 
 
@@ -67,7 +67,7 @@ def test_siblings_keep_their_ratio_and_sum_to_one_at_most():
     assert scaled(log_probs[:0], 0.4) == []
 
 
-class Sure:
+class ConfidentBlocks:
     """Blocks of two tokens: below token t come t + 1, t + 2; sure by `levels`."""
 
     traits = SimpleNamespace(block_size=2, target_ids=np.arange(100, dtype=np.int32))
@@ -90,7 +90,7 @@ def test_nodes_cost_what_outcomes_say(monkeypatch):
     """The best child of a node is worth its path and the chance of such tokens; what was emitted
     is counted along its path alone, whether it was verified or not.
     """
-    passes = DraftPasses(Sure(0.9, 0.4), DraftShape(8, 2, 2), lambda _: None)
+    passes = DraftPasses(ConfidentBlocks(0.9, 0.4), DraftShape(8, 2, 2), lambda _: None)
     state = DraftState(None, 0, Sampling(temperature=0.0))
     one = np.ones(1, np.int32)
     plan = SimpleNamespace(

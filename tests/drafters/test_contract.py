@@ -41,9 +41,9 @@ from forerun.networks.cache_layer import CacheLayer
 from forerun.options.config import EngineConfig
 from tests import covering
 from tests.drafters import toys
+from tests.drafters.intercepted import Oracle, PartialOracle, Recorded, beginning_with
 from tests.drafters.served import PROMPTS, Cells, requests_for, settings
 from tests.drafters.toys import ToyCell
-from tests.drafters.watched import Noted, Partly, Told, begun
 from tests.models import tiny
 from tests.parity.blocks import PAIRED, SELECTING, VARIANTS, in_gguf, random_block
 
@@ -173,9 +173,9 @@ def test_what_is_proposed_is_what_passes_without_a_cache_say(cells, executor, na
     cell, noted = cells(executor, name), []
 
     def listen(model):
-        noted.append(Noted(model))
+        noted.append(Recorded(model))
         partly = model.traits.block_size and model.traits.vocab == tiny.VOCAB
-        return Partly(noted[0], cell.texts()) if partly else noted[0]
+        return PartialOracle(noted[0], cell.texts()) if partly else noted[0]
 
     block = cell.model().traits.block_size
     shape = heard_of(executor, cell) if block else (2 * cell.depth, cell.depth, 2)
@@ -183,14 +183,14 @@ def test_what_is_proposed_is_what_passes_without_a_cache_say(cells, executor, na
     if block and noted[0].traits.vocab == tiny.VOCAB:
         assert max(len(item.stats.histogram) for item in run.done) == block + 1
     in_bytes = executor == "cpu"
-    worst, alike = np.transpose(errors(cell, noted[0].said, cell.kind.reference, in_bytes))
+    worst, alike = np.transpose(errors(cell, noted[0].proposals, cell.kind.reference, in_bytes))
     experts = name.startswith(("NEXTN of", "NEXTN in GGUF"))
     most, usual, least = FLOAT if not in_bytes else EXPERTS_IN_BYTES if experts else BYTES
     assert len(worst) >= 2 * len(cell.prompts)
     assert worst.max() < most and worst.mean() < usual, worst
     assert alike.min() > least and alike.mean() > 0.99, alike
     for other in cell.kind.others:
-        wrong, _ = np.transpose(errors(cell, noted[0].said, other, in_bytes, 7))
+        wrong, _ = np.transpose(errors(cell, noted[0].proposals, other, in_bytes, 7))
         assert wrong.max() > (0.2 if in_bytes else 1e-2)
         assert wrong.mean() > 2.5 * worst.mean()
 
@@ -205,9 +205,9 @@ def test_what_is_proposed_does_not_depend_on_how_prompts_are_cut(cells, executor
     for size in (40, 23):
         cell, noted = cells(executor, name, chunked_prefill_size=size), []
         shape = (2 * cell.depth, cell.depth, 2)
-        cell.served(around=lambda model, to=noted: to.append(Noted(model)) or to[0], shape=shape)
-        texts = {(text, path): scores for text, path, scores in noted[0].said if -1 not in text}
-        said.append(texts)
+        cell.served(around=lambda model, to=noted: to.append(Recorded(model)) or to[0], shape=shape)
+        every = noted[0].proposals
+        said.append({(text, path): scores for text, path, scores in every if -1 not in text})
     both = said[0].keys() & said[1].keys()
     assert len(both) > 100
     assert all(said[0][key].tobytes() == said[1][key].tobytes() for key in both)
@@ -235,7 +235,7 @@ def evenly(errors, most):
 
 def _whole(cell, text):
     texts = cell.texts()
-    return {tuple(texts[which][: len(text)]) for which in begun(texts, text)}
+    return {tuple(texts[which][: len(text)]) for which in beginning_with(texts, text)}
 
 
 def _error(text, paths, reference, ids, by_level):
@@ -297,7 +297,7 @@ def test_a_draft_that_is_right_is_accepted_whole(cells, executor, name, temperat
     """
     temperature *= (executor, name) not in GREEDY
     cell = cells(executor, name)
-    run = cell.served(temperature, at_once, around=Noted)
+    run = cell.served(temperature, at_once, around=Recorded)
     assert run.accepted == run.drafted == sum(cell.tokens - steps for steps in run.steps)
     assert run.steps == [cell.steps(cell.depth)] * len(cell.prompts)
     assert run.stats.cached_tokens > 0 or at_once is None
@@ -309,7 +309,7 @@ def test_a_greedy_block_is_accepted_whole_at_temperature_zero(cells):
     assert run.accepted == run.drafted and run.steps == [cell.steps(3)] * len(cell.prompts)
 
 
-TOLD = [
+ORACLES = [
     *on("toy", "itself", "block"),
     *on("torch", "right, EAGLE", "STANDALONE, first layers", "NEXTN, mimo", "counting, right"),
     *on("torch", "DFLASH, both ways"),
@@ -320,7 +320,7 @@ TOLD = [
 ]
 
 
-SELDOM_TOLD = [
+SELDOM_ORACLES = [
     *on("torch", "STANDALONE, first layers", "NEXTN, mimo", "counting, right"),
     *on("jax", "DFLASH, both ways"),
 ]
@@ -328,7 +328,7 @@ SELDOM_TOLD = [
 
 @pytest.mark.parametrize(
     ("executor", "name", "temperature"),
-    thinned(TOLD, [(0.0,), (0.8,)], SELDOM_TOLD),
+    thinned(ORACLES, [(0.0,), (0.8,)], SELDOM_ORACLES),
 )
 def test_what_was_told_is_accepted_and_what_is_wrong_never(cells, executor, name, temperature):
     """The same passes and caches, but the outcome of each draft token is known beforehand."""
@@ -340,7 +340,7 @@ def test_what_was_told_is_accepted_and_what_is_wrong_never(cells, executor, name
 
 def half(cell, model, temperature):
     """What comes, told of prompts of an even length; what is wrong, of the others."""
-    return Told(model, cell.texts(temperature), [len(prompt) % 2 for prompt in cell.prompts])
+    return Oracle(model, cell.texts(temperature), [len(prompt) % 2 for prompt in cell.prompts])
 
 
 def check_half(cell, run, depth=None):
@@ -501,11 +501,11 @@ def test_after_a_rest_is_proposed_what_passes_without_a_cache_say(resting, execu
     cell, noted = resting(executor, name), []
 
     def listen(model):
-        noted.append(Noted(model))
+        noted.append(Recorded(model))
         return noted[0]
 
     run = cell.served(around=listen)
-    late = [each for each in noted[0].said if len(each[0]) > 70]
+    late = [each for each in noted[0].proposals if len(each[0]) > 70]
     worst, alike = np.transpose(errors(cell, late, cell.kind.reference, executor == "cpu"))
     most, usual, least = BYTES if executor == "cpu" else FLOAT
     assert len(worst) >= 2 and worst.max() < most and worst.mean() < usual, worst
@@ -552,14 +552,15 @@ def test_a_map_bounds_what_is_drafted_and_nothing_else(cells, tmp_path, executor
         cell, listeners = cells(executor, name, speculative_token_map=str(path)), []
 
         def listen(model, listeners=listeners):
-            listeners.append(Noted(model))
+            listeners.append(Recorded(model))
             return listeners[-1]
 
         assert cell.model().traits.target_ids.tolist() == kept
         run = cell.served(around=listen)
         share[part] = run.accepted / run.drafted
         assert cell.served(0.8, around=listen).accepted > 0
-        drafted = {kept.index(t) for each in listeners for _, path, _ in each.said for t in path}
+        paths = [path for each in listeners for _, path, _ in each.proposals]
+        drafted = {kept.index(token) for path in paths for token in path}
         assert len(drafted) > 1
     assert share["all"] > 0.95
     assert 0 < share["half"] < share["all"] - 0.1

@@ -133,8 +133,8 @@ class ToyHead:
         return Candidates(ids, np.tile(np.log(np.float32([0.8, 0.1])), (len(ids), 1)))
 
 
-class Watched(ModelDrafter):
-    """Tells the toy head the texts, as the contract lets a drafter know them."""
+class TextFeedingDrafter(ModelDrafter):
+    """Gives the toy head the texts, as the contract gives them to a drafter."""
 
     def begin(self, slot_init):
         self._model.texts[slot_init.slot] = slot_init.text.tokens.tolist()
@@ -150,7 +150,7 @@ class Watched(ModelDrafter):
 def engine_with_head(policy=None, beside=None, **shape):
     executor = FeaturedToy(limits(**shape))
     device = executor.head
-    drafter = Watched(device, executor.limits, DraftShape(width=2, depth=3))
+    drafter = TextFeedingDrafter(device, executor.limits, DraftShape(width=2, depth=3))
     drafter = CombinedDrafter(beside, drafter) if beside else drafter
     made = Engine(
         executor, drafter, policy or FixedPolicy(4, 3), TOKENIZER, NoGrammars(), EngineOptions()
@@ -171,8 +171,8 @@ def test_entries_fit_the_text_that_finds_them(page_size, pages):
     """Texts that part after a page or within, at the same time and one after the other."""
     made, device = engine_with_head(page_size=page_size, pages=pages * 4 // page_size)
     requests = requests_for(*FORKS)
-    ear = run(made, *requests)
-    ear.expect(*requests)
+    sink = run(made, *requests)
+    sink.expect(*requests)
     run(made, *requests_for(*FORKS[::-1]))
     for number, prompt in enumerate(FORKS):
         run(made, ask(f"again {number}", prompt, 12))
@@ -181,7 +181,7 @@ def test_entries_fit_the_text_that_finds_them(page_size, pages):
     assert stats.cached_tokens > 0
 
 
-class Picky(FixedPolicy):
+class MinProbPolicy(FixedPolicy):
     """Wants passes below paths of a probability only."""
 
     def decide(self, slots, kv_len, constrained=False):
@@ -192,10 +192,10 @@ class Picky(FixedPolicy):
 def test_no_pass_is_run_below_an_improbable_path():
     """The best path has .8 after one level and .64 after two, so of three levels two are grown."""
     depths = []
-    for policy in (FixedPolicy(4, 3), Picky(4, 3)):
+    for policy in (FixedPolicy(4, 3), MinProbPolicy(4, 3)):
         made, _ = engine_with_head(policy)
-        ear = run(made, *requests_for("A prompt"))
-        ear.expect(*requests_for("A prompt"))
+        sink = run(made, *requests_for("A prompt"))
+        sink.expect(*requests_for("A prompt"))
         depths.append(max(count.depth for count in made.stats().by_source))
     assert depths == [3, 2]
 
@@ -204,8 +204,8 @@ def test_chunks_choices_and_preemption_keep_the_entries():
     made, device = engine_with_head(page_size=2, pages=20, max_nodes=7)
     prompts = "A prompt of several chunks", "A prompt of"
     requests = requests_for(*prompts, n=2, temperature=0.9, seed=3)
-    ear = run(made, *requests)
-    ear.expect(*requests)
+    sink = run(made, *requests)
+    sink.expect(*requests)
     assert made.stats().preemptions > 0 and made.stats().failed_steps == 0 and device.looked
 
 
@@ -213,10 +213,10 @@ def test_a_page_is_found_again_up_to_the_last_token():
     """What a head needs of a page is there as soon as the token after it matches."""
     made, _ = engine_with_head(page_size=4, pages=64)
     run(made, *requests_for("12345678abc"))
-    ear = run(made, ask("same", "12345678a", 4))
-    assert ear.of("same")[0].cached_tokens == 8
-    ear = run(made, ask("other", "12345678b", 4))
-    assert ear.of("other")[0].cached_tokens == 7
+    sink = run(made, ask("same", "12345678a", 4))
+    assert sink.of("same")[0].cached_tokens == 8
+    sink = run(made, ask("other", "12345678b", 4))
+    assert sink.of("other")[0].cached_tokens == 7
     finish(made)
 
 
@@ -224,18 +224,19 @@ def test_what_a_head_keeps_is_for_texts_of_its_salt():
     """Its entries lie in the pages, and what it lags behind with in the ring of a slot that another
     had before: it reads of neither what is of another salt.
     """
-    made, device = engine_with_head(Moody(lambda step: step % 13 >= 10), page_size=4, pages=64)
+    policy = IntermittentPolicy(lambda step: step % 13 >= 10)
+    made, device = engine_with_head(policy, page_size=4, pages=64)
     for salt, cached in (("a", 0), ("b", 0), ("", 0), ("a", 13), ("b", 13)):
         device.begins.clear()
         request = replace(ask("same", "12345678abcdef", 40), cache_salt=salt)
-        ear = run(made, request)
-        ear.expect(request)
-        assert ear.of("same")[0].cached_tokens == cached, salt
+        sink = run(made, request)
+        sink.expect(request)
+        assert sink.of("same")[0].cached_tokens == cached, salt
         assert device.begins[0] == cached, "it reads all that was not shared"
     assert made.stats().failed_steps == 0 and device.late
 
 
-class Moody(FixedPolicy):
+class IntermittentPolicy(FixedPolicy):
     """Wants draft tokens in some steps only."""
 
     def __init__(self, wanted):
@@ -253,11 +254,11 @@ class Moody(FixedPolicy):
 def test_a_head_catches_up_in_one_pass(rest):
     """While nobody asks it does no work; afterwards its entries are what they always were."""
     made, device = engine_with_head(
-        Moody(lambda step: step % (rest + 3) >= rest), page_size=2, pages=200
+        IntermittentPolicy(lambda step: step % (rest + 3) >= rest), page_size=2, pages=200
     )
     requests = requests_for("A prompt", "Another one", max_tokens=60)
-    ear = run(made, *requests)
-    ear.expect(*requests)
+    sink = run(made, *requests)
+    sink.expect(*requests)
     stats = made.stats()
     assert stats.accepted > 0 and stats.failed_steps == 0 and device.looked
     assert (device.late > 0) == (rest > PATIENCE)
@@ -280,8 +281,8 @@ def test_a_head_catches_up_on_what_n_grams_had_accepted(monkeypatch, most):
         Alternating(4, 3), beside=NgramDrafter(8), page_size=2, pages=200
     )
     requests = requests_for("A prompt, a prompt, a prompt", "Another, another one", max_tokens=100)
-    ear = run(made, *requests)
-    ear.expect(*requests)
+    sink = run(made, *requests)
+    sink.expect(*requests)
     stats = made.stats()
     assert stats.accepted > 50 and stats.failed_steps == 0 and device.looked
     assert 6 <= device.late <= (60 if most == 7 else 12)
@@ -302,10 +303,10 @@ def test_a_head_that_lags_far_catches_up_unasked(monkeypatch, most):
         behind.append(self._deferred.lag(after).max())
 
     monkeypatch.setattr(ModelDrafter, "observe", observed)
-    made, device = engine_with_head(Moody(lambda step: step > 95), page_size=8)
+    made, device = engine_with_head(IntermittentPolicy(lambda step: step > 95), page_size=8)
     requests = requests_for("A prompt", "Another one", max_tokens=160)
-    ear = run(made, *requests)
-    ear.expect(*requests)
+    sink = run(made, *requests)
+    sink.expect(*requests)
     assert max(behind) == most
     assert 95 // most < device.late < 20, "passes of many tokens"
     stats = made.stats()

@@ -7,7 +7,7 @@ from tests.worlds.servers import sound
 
 @pytest.fixture(scope="session")
 def toy_server(request, tmp_path_factory):
-    """A server of one model, or of two (see tests.dialects.asked.with_two)."""
+    """A server of one model, or of two (see tests.dialects.requests.with_two)."""
     models = getattr(request, "param", None)
     with sound(tmp_path_factory.mktemp("toy"), models=models) as server:
         yield server

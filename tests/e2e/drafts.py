@@ -1,7 +1,7 @@
 """One target, and a draft of every kind beside it, as folders; and one that is often right.
 
 made = make(folder)              paths by name
-Hinted(model, texts, 0)          a draft model that is often right
+HintedModel(model, texts, 0)     a draft model that is often right
 """
 
 import json
@@ -9,12 +9,12 @@ import json
 import numpy as np
 
 from forerun.checkpoints.folder import FolderCheckpoint
+from tests.drafters.intercepted import Oracle
 from tests.drafters.kinds import other_vocabulary
 from tests.drafters.prediction import random_layer, with_layers
-from tests.drafters.watched import Told
 from tests.models import tiny
 from tests.parity.blocks import random_block
-from tests.parity.heads import Target, Twin
+from tests.parity.heads import RandomHead, Target
 
 METHODS = {
     "EAGLE": {"speculative_algorithm": "EAGLE", "draft": "eagle1"},
@@ -46,8 +46,8 @@ def make(root):
     small.load_state_dict(hf.state_dict(), strict=False)
     target = tiny.save_folder(hf, root / "target")
     arch, dense = FolderCheckpoint(target).architecture, Target(FolderCheckpoint(target))
-    Twin(dense, root / "eagle1", {"algorithm": "eagle1", "fc_bias": True})
-    Twin(dense, root / "eagle3", {})
+    RandomHead(dense, root / "eagle1", {"algorithm": "eagle1", "fc_bias": True})
+    RandomHead(dense, root / "eagle3", {})
     random_block(arch, root / "block")
     random_block(arch, root / "causal", causal=True, layers=1)
     with_layers(hf, [random_layer(hf, 5)], root / "layered", "mimo")
@@ -60,12 +60,12 @@ def make(root):
     return root
 
 
-class Hinted(Told):
+class HintedModel(Oracle):
     """Asks another draft model, and at three of four places puts the token that comes before what
     it says: paths of every length are accepted, and wrong ones branch off them everywhere.
     """
 
-    def heard(self, rows, ids, log_probs):
+    def intercept(self, rows, ids, log_probs):
         ids, log_probs = np.array(ids), np.array(log_probs)
         for row, (text, path) in enumerate(rows):
             if (len(text) + len(path)) % 4 == 0:

@@ -4,9 +4,9 @@ which every pair is in some cell.
 Each cell is a `prove` of requests of nine kinds (penalties, bias, log-probabilities, several
 choices, stop strings, truncation, none: measure/mixed.py), with a grammar and without, alone and in
 batches that are preempted. Random drafters are hardly ever right, so draft models are hinted
-(`Hinted`): what the reference said is put before what they say, at three of four places. Models of
-every family draft for themselves, so that their cache, experts and attention are a drafter's too;
-those with recurrent states go on from checkpoints.
+(`HintedModel`): the reference's token is put before theirs at three of four places. Models of every
+family draft for themselves, so that their cache, experts and attention are a drafter's too; those
+with recurrent states go on from checkpoints.
 """
 
 from contextlib import closing
@@ -26,9 +26,9 @@ from forerun.measure.prove import Trial, answers, prove
 from forerun.measure.workload import Prompt
 from tests.covering import covering, every, rarely
 from tests.drafters.kinds import Kinds
-from tests.e2e.drafts import METHODS, Hinted, make
+from tests.e2e.drafts import METHODS, HintedModel, make
 from tests.models import tiny
-from tests.parity.heads import Target, Twin
+from tests.parity.heads import RandomHead, Target
 from tests.parity.tape import on_tape
 from tests.worlds import draft_models as rounds
 from tests.worlds.configs import small
@@ -49,10 +49,10 @@ SHAPES = {
 }
 TEXT = "the quick brown fox jumps over the lazy dog and then there is another one"
 WORDS = TEXT.split()
-SAID = [" ".join((WORDS * 2)[n : n + 4 + n % 3]) for n in range(9)]
-SAID += [TEXT, f"{TEXT} of"]  # Of which one begins as the other does.
+TEXTS = [" ".join((WORDS * 2)[n : n + 4 + n % 3]) for n in range(9)]
+TEXTS += [TEXT, f"{TEXT} of"]  # Of which one begins as the other does.
 PROMPTS = tuple(
-    Prompt(f"p{n}", "e2e", ({"role": "user", "content": said},)) for n, said in enumerate(SAID)
+    Prompt(f"p{n}", "e2e", ({"role": "user", "content": text},)) for n, text in enumerate(TEXTS)
 )
 TRIAL = Trial(PROMPTS, tokens=20, temperatures=(0.0, 0.8, 1.0), group=5, mixed=True)
 TRIALS = {
@@ -118,7 +118,7 @@ def proved(config, trial, hints=None, shapes=("chain", "tree")):
     with closing(open_target(config)) as opened:
         target = opened
         if target.draft_model is not None and hints is not None:
-            model = Hinted(target.draft_model, (), 0)
+            model = HintedModel(target.draft_model, (), 0)
             model._texts = hints
             target = replace(opened, draft_model=model)
         for shape in shapes:
@@ -324,7 +324,7 @@ def test_recurrent_states(family_of, tmp_path, opened, hints, executor, family, 
     if drafts == "its own layer":
         model = Kinds(tmp_path)[f"NEXTN of, {family}"].model
     elif drafts == "a head":
-        draft = Twin(Target(FolderCheckpoint(model)), tmp_path / "head", {}).folder
+        draft = RandomHead(Target(FolderCheckpoint(model)), tmp_path / "head", {}).folder
         method = "EAGLE3"
     else:
         draft, method = family_of("llama"), "STANDALONE"

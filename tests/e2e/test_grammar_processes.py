@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.constrain.test_remote_matcher import AMBIGUOUS
-from tests.e2e.test_structured import ASKED, CHAT, DENSE
+from tests.e2e.test_structured import CHAT, DENSE, MESSAGES
 from tests.worlds.real_server import MANY, strict
 from tests.worlds.servers import serving, wait_for
 
@@ -28,7 +28,7 @@ def stats(server):
 def test_a_matching_process_that_somebody_kills_is_a_500_of_that_request_alone(tmp_path, stream):
     """It is the server's fault and may be asked again; a limit of the grammar's is a 400."""
     endless = DENSE | {str(ord("}")): -100}
-    body = {"messages": ASKED, **strict(MANY), "max_tokens": 1000, "logit_bias": endless}
+    body = {"messages": MESSAGES, **strict(MANY), "max_tokens": 1000, "logit_bias": endless}
     body |= {"temperature": 0, "stream": stream}
     with serving(tmp_path, delay=0.05) as server, ThreadPoolExecutor(2) as pool:
         future = pool.submit(server.post, CHAT, body)

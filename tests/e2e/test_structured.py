@@ -8,7 +8,7 @@ import pytest
 
 from tests.constrain.tools import PERSON, is_person
 from tests.covering import every, some_of, values
-from tests.dialects.asked import with_two
+from tests.dialects.requests import with_two
 from tests.lazy import LazyModule
 from tests.worlds.servers import serving
 
@@ -16,7 +16,7 @@ openai = LazyModule("openai")
 
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-ASKED = [{"role": "user", "content": "Which city?"}]
+MESSAGES = [{"role": "user", "content": "Which city?"}]
 CITY, CITIES = "(Paris|Amsterdam)", ("Paris", "Amsterdam")
 
 
@@ -77,7 +77,7 @@ def texts(server, route, **body):
 
 
 def starting(route):
-    return {"messages": ASKED} if route == CHAT else {"prompt": "Which city?"}
+    return {"messages": MESSAGES} if route == CHAT else {"prompt": "Which city?"}
 
 
 def output_tokens(choice):
@@ -119,13 +119,13 @@ def test_every_spelling_whole_and_streamed_with_and_without_speculation(
 
 
 @with_two("toy_server")
-def test_paris_and_its_malformed_twin(server):
+def test_paris_and_a_malformed_answer(server):
     assert texts(server, CHAT, regex=CITY)[0][0] in CITIES
     for body, field in (
         ({"regex": "(Paris|Amsterdam}"}, "regex"),
         ({"structured_outputs": {"regex": "(Paris|Amsterdam}"}}, "structured_outputs.regex"),
     ):
-        answer = server.post(CHAT, {"messages": ASKED, **body})
+        answer = server.post(CHAT, {"messages": MESSAGES, **body})
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, field)
         _, shown, caret = error["message"].splitlines()
@@ -166,7 +166,7 @@ def test_json_on_one_line(server):
     )
     assert (text, finish) == (json.dumps(json.loads(text), ensure_ascii=False), "stop")
     body = {"regex": "a", "disable_any_whitespace": True}
-    assert server.post(CHAT, {"messages": ASKED, "structured_outputs": body}).status_code == 400
+    assert server.post(CHAT, {"messages": MESSAGES, "structured_outputs": body}).status_code == 400
 
 
 @with_two("toy_server", seldom=True)
@@ -196,7 +196,7 @@ def test_forty_at_once_half_of_them_constrained(server):
 
 def test_logprobs_and_stop_strings(server):
     body = {"regex": "(Paris|Amsterdam)", "logprobs": True, "top_logprobs": 2, "stop": ["ster"]}
-    answer = server.post(CHAT, {"messages": ASKED, "temperature": 2, "seed": 0, **body}).json()
+    answer = server.post(CHAT, {"messages": MESSAGES, "temperature": 2, "seed": 0, **body}).json()
     (choice,) = answer["choices"]
     assert choice["message"]["content"] in ("Paris", "Am")
     letters = "".join(entry["token"] for entry in choice["logprobs"]["content"])
@@ -283,7 +283,7 @@ def one_call(server, choice, sampling):
     """The name of what is called, whole and streamed, with speculation and without."""
     body = {"tools": [WEATHER, NOW], "tool_choice": choice, "max_tokens": 250, **sampling}
     body |= {"logit_bias": {**DENSE, "34": 5}, "parallel_tool_calls": False}
-    (whole,) = server.post(CHAT, {"messages": ASKED, **body}).json()["choices"]
+    (whole,) = server.post(CHAT, {"messages": MESSAGES, **body}).json()["choices"]
     assert whole["finish_reason"] == "tool_calls" and whole["message"]["content"] is None
     (called,) = map(checked, whole["message"]["tool_calls"])
     for speculative in ({}, {"enabled": False}):
@@ -296,7 +296,7 @@ def one_call(server, choice, sampling):
 def test_tools_that_may_be_called(server):
     """The toy never writes the opener by itself; a bias helps it."""
     body = {"tools": [WEATHER, NOW], "temperature": 0, "max_tokens": 20}
-    (plain,) = server.post(CHAT, {"messages": ASKED, **body}).json()["choices"]
+    (plain,) = server.post(CHAT, {"messages": MESSAGES, **body}).json()["choices"]
     assert "tool_calls" not in plain["message"] and plain["message"]["content"]
     (none,) = texts(server, CHAT, temperature=0, max_tokens=20)
     (not_offered,) = texts(server, CHAT, **{**body, "tool_choice": "none"})
@@ -319,10 +319,11 @@ def test_parallel_calls_are_counted(server):
 def test_tools_and_a_schema(server):
     body = {"tools": [NOW], "response_format": strict(PERSON), "max_tokens": 300}
     body["logit_bias"] = DENSE
-    (choice,) = server.post(CHAT, {"messages": ASKED, "temperature": 0, **body}).json()["choices"]
+    whole = {"messages": MESSAGES, "temperature": 0, **body}
+    (choice,) = server.post(CHAT, whole).json()["choices"]
     message = choice["message"]
     assert message.get("tool_calls") or is_person(message["content"])
-    error = server.post(CHAT, {"messages": ASKED, **body, "tool_choice": "required"}).json()[
+    error = server.post(CHAT, {"messages": MESSAGES, **body, "tool_choice": "required"}).json()[
         "error"
     ]
     assert "response_format" in error["message"] and "tool_choice" in error["message"]

@@ -10,8 +10,8 @@ from tests.cli.toys import toy_loaded
 from tests.e2e.test_structured import one_call
 
 
-class Asked(TestClient):
-    """What test_structured asks a server, asked of an application."""
+class AppClient(TestClient):
+    """A client of the application with the methods that test_structured has of a server."""
 
     def post(self, path, body):
         return super().post(path, json=body)
@@ -25,7 +25,7 @@ ENDLESS = ("harmony", "qwen3-coder")
 @pytest.fixture(scope="module", params=[name for name in FORMATS if name not in ENDLESS])
 def server(request):
     settings = ServeSettings(tool_parser=request.param)
-    with toy_loaded() as loaded, Asked(create_app(loaded, settings)) as server:
+    with toy_loaded() as loaded, AppClient(create_app(loaded, settings)) as server:
         yield server
 
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.dialects.asked import ASKED, PLACE
+from tests.dialects.requests import MESSAGES, PLACE
 from tests.e2e.test_lifecycle import BODY, code_of
 from tests.worlds.servers import alive, read_until, request_bytes, serving, wait_for
 
@@ -21,15 +21,18 @@ REQUESTS = {
     "stop": ("/v1/completions", {"prompt": "Hi", "temperature": 0, "stop": ["el"]}),
     "bias": ("/v1/completions", {"prompt": "Hi", "logit_bias": BIAS, **DRAWN}),
     "trace": ("/v1/completions", {"prompt": "ababab", "speculative": {"trace": True}, **DRAWN}),
-    "chat": ("/v1/chat/completions", {"messages": ASKED, "logprobs": True, **DRAWN}),
-    "schema": ("/v1/chat/completions", {"messages": ASKED, "response_format": SCHEMA, **DRAWN}),
+    "chat": ("/v1/chat/completions", {"messages": MESSAGES, "logprobs": True, **DRAWN}),
+    "schema": ("/v1/chat/completions", {"messages": MESSAGES, "response_format": SCHEMA, **DRAWN}),
     "tools": (
         "/v1/chat/completions",
-        {"messages": ASKED, "tools": TOOLS, "tool_choice": "required", **DRAWN},
+        {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required", **DRAWN},
     ),
     "responses": ("/v1/responses", {"input": "Hi", "temperature": 0, "max_output_tokens": 30}),
-    "messages": ("/v1/messages", {"messages": ASKED, "temperature": 0, "max_tokens": 30}),
-    "ollama": ("/api/chat", {"messages": ASKED, "options": {"temperature": 0, "num_predict": 30}}),
+    "messages": ("/v1/messages", {"messages": MESSAGES, "temperature": 0, "max_tokens": 30}),
+    "ollama": (
+        "/api/chat",
+        {"messages": MESSAGES, "options": {"temperature": 0, "num_predict": 30}},
+    ),
     "sglang": (
         "/generate",
         {"text": "Hi", "sampling_params": {"temperature": 0, "max_new_tokens": 30}},

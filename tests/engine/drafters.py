@@ -19,7 +19,7 @@ Foresee = Callable[[SlotInit, list[int], int], Sequence[int]]
 """(the sequence's opening, all its tokens so far, n) -> the n tokens the target will emit."""
 
 
-class _Informed:
+class _FollowingDrafter:
     """Keeps every slot's text and asks for the future; what to make of it is the subclass's."""
 
     def __init__(self, name: str, foresee: Foresee) -> None:
@@ -75,7 +75,7 @@ def _chain(tokens: Sequence[int]) -> Draft:
     return Draft(np.array(tokens, np.int32), parents, np.ones(count, np.float32))
 
 
-class OracleDrafter(_Informed):
+class OracleDrafter(_FollowingDrafter):
     """A chain of what the target will say: everything is accepted."""
 
     def __init__(self, foresee: Foresee) -> None:
@@ -86,7 +86,7 @@ class OracleDrafter(_Informed):
         return _chain(future)
 
 
-class AdversaryDrafter(_Informed):
+class AdversaryDrafter(_FollowingDrafter):
     """A chain of what the target will not say: nothing is accepted."""
 
     def __init__(self, foresee: Foresee, vocab: int) -> None:
@@ -98,7 +98,7 @@ class AdversaryDrafter(_Informed):
         return _chain([(token + 1) % self._vocab for token in future])
 
 
-class ErraticDrafter(_Informed):
+class ErraticDrafter(_FollowingDrafter):
     """A random tree with the future somewhere in it, or not."""
 
     def __init__(self, foresee: Foresee, vocab: int, seed: int) -> None:

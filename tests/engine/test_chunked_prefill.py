@@ -6,7 +6,7 @@ import pytest
 from forerun.control.policy import FixedPolicy
 from forerun.engine.chunked_prefill import ALONE_MS, LEAST, STEP_MS, PromptPace
 from forerun.executors.toy import ToyExecutor
-from tests.engine.toys import Ear, ask, finish, limits, make, reference, step
+from tests.engine.toys import RecordingSink, ask, finish, limits, make, reference, step
 
 SHAPE = {"page_size": 16, "pages": 1024, "slots": 4, "max_nodes": 512, "context": 4096}
 
@@ -37,11 +37,11 @@ def prompt(length, first=65):
 def test_a_prompt_leaves_a_stream_its_steps(monkeypatch, each):
     """3,000 tokens beside a stream: every step is bounded, and as full as the bound allows."""
     executor = Timed(monkeypatch, each)
-    engine, ear = make(executor=executor, policy=FixedPolicy(0, 0)), Ear()
+    engine, sink = make(executor=executor, policy=FixedPolicy(0, 0)), RecordingSink()
     stream, long = ask("a", prompt(20), 150, stop_tokens=()), ask("b", prompt(3000, 70), 4)
-    engine.submit(stream, ear)
+    engine.submit(stream, sink)
     step(engine, 5)
-    engine.submit(long, ear)
+    engine.submit(long, sink)
     begun = len(executor.steps)
     finish(engine, check=False)
     beside = [step for step in executor.steps[begun:] if step[0] and step[1]]
@@ -51,14 +51,14 @@ def test_a_prompt_leaves_a_stream_its_steps(monkeypatch, each):
     assert len(beside) <= 3000 / (fitting - LEAST / 2) / 0.7 + 4
     # No text depends on how its prompt was cut.
     for request in (stream, long):
-        assert ear.tokens(request.id) == reference(request)[0]
+        assert sink.tokens(request.id) == reference(request)[0]
 
 
 def test_a_prompt_alone_takes_whole_steps(monkeypatch):
     executor = Timed(monkeypatch, 1.0)
-    engine, ear = make(executor=executor, policy=FixedPolicy(0, 0)), Ear()
+    engine, sink = make(executor=executor, policy=FixedPolicy(0, 0)), RecordingSink()
     for number in range(2):
-        engine.submit(ask(str(number), prompt(3000, 65 + number), 4), ear)
+        engine.submit(ask(str(number), prompt(3000, 65 + number), 4), sink)
         finish(engine, check=False)
     assert [tokens for _, tokens, _ in executor.steps if tokens] == 2 * [*5 * [512], 440]
 
@@ -66,10 +66,10 @@ def test_a_prompt_alone_takes_whole_steps(monkeypatch):
 def test_a_prompt_alone_makes_no_long_steps_either(monkeypatch):
     """A prompt that arrives, and a client that leaves, wait for the step."""
     executor = Timed(monkeypatch, 10.0)
-    engine, ear = make(executor=executor, policy=FixedPolicy(0, 0)), Ear()
-    engine.submit(ask("long", prompt(3000), 4), ear)
+    engine, sink = make(executor=executor, policy=FixedPolicy(0, 0)), RecordingSink()
+    engine.submit(ask("long", prompt(3000), 4), sink)
     step(engine, 3)
-    engine.submit(ask("short", prompt(60, 70), 4), ear)
+    engine.submit(ask("short", prompt(60, 70), 4), sink)
     finish(engine, check=False)
     _, *later = [ms for _, tokens, ms in executor.steps if tokens]
     assert max(later) <= ALONE_MS and sum(later) >= 25_000.0
@@ -78,10 +78,10 @@ def test_a_prompt_alone_makes_no_long_steps_either(monkeypatch):
 def test_where_decoding_is_slow_a_prompt_has_as_much_time(monkeypatch):
     """A large model whose weights alone take a second: prompts would never end in 32s."""
     executor = Timed(monkeypatch, 1.0, fixed=1000.0)
-    engine, ear = make(executor=executor, policy=FixedPolicy(0, 0)), Ear()
-    engine.submit(ask("a", prompt(20), 300, stop_tokens=()), ear)
+    engine, sink = make(executor=executor, policy=FixedPolicy(0, 0)), RecordingSink()
+    engine.submit(ask("a", prompt(20), 300, stop_tokens=()), sink)
     step(engine, 5)
-    engine.submit(ask("b", prompt(3000, 70), 4), ear)
+    engine.submit(ask("b", prompt(3000, 70), 4), sink)
     finish(engine, check=False)
     beside = [step for step in executor.steps if step[0] and step[1]]
     assert len(beside) <= 12 and max(ms for *_, ms in beside) <= 2002.0
@@ -91,16 +91,16 @@ def test_where_decoding_is_slow_a_prompt_has_as_much_time(monkeypatch):
 def test_a_step_that_was_slow_once_is_forgotten(monkeypatch, slow):
     """What compiles takes half a minute; soon after, steps are bounded by what they take."""
     executor = Timed(monkeypatch, 2.0)
-    engine, ear = make(executor=executor, policy=FixedPolicy(0, 0)), Ear()
+    engine, sink = make(executor=executor, policy=FixedPolicy(0, 0)), RecordingSink()
     if slow == "prompt":
         executor.fixed = 30_000.0
-    engine.submit(ask("a", prompt(40), 100, stop_tokens=()), ear)
+    engine.submit(ask("a", prompt(40), 100, stop_tokens=()), sink)
     engine.step_once()
     executor.fixed = 0.0
     for number in range(8):
         executor.fixed = 30_000.0 if (number, slow) == (2, "decoding") else 0.0
         engine.step_once()
-    engine.submit(ask("b", prompt(3000, 70), 4), ear)
+    engine.submit(ask("b", prompt(3000, 70), 4), sink)
     begun = len(executor.steps)
     finish(engine, check=False)
     beside = [ms for rows, tokens, ms in executor.steps[begun:] if rows and tokens]

@@ -15,7 +15,7 @@ from forerun.engine.disk_states import DiskStates
 from forerun.errors import EngineError
 from forerun.executors.toy import ToyExecutor, ToyPages
 from tests.engine.carrying import CarryingToy
-from tests.engine.toys import Ear, ask, finish, limits, make, submit
+from tests.engine.toys import RecordingSink, ask, finish, limits, make, submit
 
 LONG = "".join(chr(97 + (7 * i + i // 5) % 26) for i in range(96))
 SIZE = 1 << 20
@@ -59,15 +59,15 @@ def written(engine):
 
 def answer(engine, *requests):
     """Deltas of requests that run to the end, checked against the toy's definition."""
-    ear = Ear()
-    submit(engine, ear, *requests)
+    sink = RecordingSink()
+    submit(engine, sink, *requests)
     finish(engine)
-    ear.expect(*requests)
-    return ear
+    sink.expect(*requests)
+    return sink
 
 
-def cached(ear, id="r", index=0):
-    return ear.of(id, index)[0].cached_tokens
+def cached(sink, id="r", index=0):
+    return sink.of(id, index)[0].cached_tokens
 
 
 def restarted(engines, engine=None, **how):
@@ -107,12 +107,12 @@ def test_rounds_that_overlap(engines, name):
     first = engines(**overlapping())
     answer(first, ask("1", LONG), ask("2", LONG[::-1]))
     second = restarted(engines, first, **overlapping())
-    ear, short = Ear(), ask("0", "short", max_tokens=60, stop_tokens=())
-    second.submit(short, ear)
+    sink, short = RecordingSink(), ask("0", "short", max_tokens=60, stop_tokens=())
+    second.submit(short, sink)
     for _ in range(4):
         second.step_once()
     late = answer(second, ask("1", LONG), ask("2", LONG[::-1]))
-    ear.expect(short)
+    sink.expect(short)
     assert cached(late, "1") == cached(late, "2") == 95
     assert second.stats().store.hits == 2
 
@@ -121,13 +121,13 @@ def test_salts_do_not_share(engines):
     first = engines()
     answer(first, ask(prompt=LONG, cache_salt="mine"))
     second = restarted(engines, first, pages=256)
-    ear = answer(
+    sink = answer(
         second,
         ask("none", LONG),
         ask("other", LONG, cache_salt="yours"),
         ask("mine", LONG, cache_salt="mine"),
     )
-    assert [cached(ear, id) for id in ("none", "other", "mine")] == [0, 0, 95]
+    assert [cached(sink, id) for id in ("none", "other", "mine")] == [0, 0, 95]
 
 
 def test_short_prompts_are_written_when_they_come_again(engines):
@@ -145,10 +145,10 @@ def test_short_prompts_are_written_when_they_come_again(engines):
 def test_shutdown_writes_what_waits_and_what_runs(engines):
     engine = engines()
     engine.start()
-    ear = Ear()
-    engine.submit(ask(prompt=LONG, max_tokens=90, stop_tokens=()), ear)
+    sink = RecordingSink()
+    engine.submit(ask(prompt=LONG, max_tokens=90, stop_tokens=()), sink)
     deadline = time.monotonic() + 30
-    while not ear.deltas:
+    while not sink.deltas:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     engine.shutdown()
@@ -183,9 +183,9 @@ def test_a_record_damaged_while_serving(engines, tmp_path, monkeypatch, bytes_be
     (path,) = (tmp_path / "kv").glob("*/*.pages")
     data = path.read_bytes()
     path.write_bytes(data[:-200] + bytes([data[-200] ^ 1]) + data[-199:])
-    ear = answer(second, ask(prompt=LONG))
+    sink = answer(second, ask(prompt=LONG))
     stats = second.stats().store
-    assert 0 < cached(ear) < 92 and stats.misses == {"corrupt": 1} and stats.hits == 1
+    assert 0 < cached(sink) < 92 and stats.misses == {"corrupt": 1} and stats.hits == 1
 
 
 @pytest.mark.parametrize("failing", [0, 1, 7, 20])
@@ -234,11 +234,11 @@ def test_a_stalling_disk_delays_no_longer_than_reading_the_prompt(engines, monke
         return read(self, pages, into)
 
     monkeypatch.setattr(PageStore, "read", stalling)
-    ear = answer(second, ask("a", LONG))
-    assert cached(ear, "a") == 0 and second.stats().store.misses == {"late": 1}
+    sink = answer(second, ask("a", LONG))
+    assert cached(sink, "a") == 0 and second.stats().store.misses == {"late": 1}
     second.forget_prefixes()
-    ear = answer(second, ask("b", LONG))  # It does not wait for a disk that is known to stall.
-    assert cached(ear, "b") == 0 and second.stats().store.misses == {"late": 2}
+    sink = answer(second, ask("b", LONG))  # It does not wait for a disk that is known to stall.
+    assert cached(sink, "b") == 0 and second.stats().store.misses == {"late": 2}
     go.set()
     written(second)
     second.forget_prefixes()
@@ -283,10 +283,10 @@ def test_aborted_while_it_waits(engines, monkeypatch):
     monkeypatch.setattr(disk_pages, "READ_BYTES", 1)
     go, read = threading.Event(), PageStore.read
     monkeypatch.setattr(PageStore, "read", lambda *of: (go.wait(30), read(*of))[1])
-    ear = Ear()
-    second.submit(ask(prompt=LONG), ear)
+    sink = RecordingSink()
+    second.submit(ask(prompt=LONG), sink)
     second.step_once()
-    assert kept(second).reading and not ear.deltas
+    assert kept(second).reading and not sink.deltas
     second.abort("r")
     second.step_once()
     second.check()
@@ -295,7 +295,7 @@ def test_aborted_while_it_waits(engines, monkeypatch):
     written(second)
 
 
-class Sulking(ToyPages):
+class RefusingPages(ToyPages):
     def write_page(self, page, content):
         raise EngineError("no")
 
@@ -304,7 +304,7 @@ def test_an_executor_that_refuses_a_page(engines):
     first = engines()
     answer(first, ask(prompt=LONG))
     executor = ToyExecutor(limits())
-    executor.pages = Sulking(executor.pages.keys, executor.pages.values)
+    executor.pages = RefusingPages(executor.pages.keys, executor.pages.values)
     second = restarted(engines, first, executor=executor)
     assert cached(answer(second, ask("a", LONG)), "a") == 0
     assert cached(answer(second, ask("b", LONG)), "b") == 95  # From memory; the store is off.
@@ -312,8 +312,8 @@ def test_an_executor_that_refuses_a_page(engines):
 
 def test_many_requests_on_a_shared_prefix(engines):
     second = restarted(engines, pages=256, slots=4)
-    ear = answer(second, *[ask(str(i), LONG + str(i), max_tokens=5) for i in range(12)])
-    counts = [cached(ear, str(i)) for i in range(12)]
+    sink = answer(second, *[ask(str(i), LONG + str(i), max_tokens=5) for i in range(12)])
+    counts = [cached(sink, str(i)) for i in range(12)]
     assert counts == [96] * 10 + [97] * 2  # The last two begin as the second does.
     assert second.stats().store.hits == 1
 

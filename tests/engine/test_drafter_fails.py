@@ -57,8 +57,8 @@ def test_requests_outlive_the_drafter(verb, calls, caplog):
     made = engine(inner)
     requests = [ask(str(i), f"Prompt {i}", 40) for i in range(6)]
     with caplog.at_level(logging.ERROR, "forerun.engine"):
-        ear = run(made, *requests)
-    ear.expect(*requests)
+        sink = run(made, *requests)
+    sink.expect(*requests)
     reason = "speculation is off: the drafter ngram failed with RuntimeError: the draft caught fire"
     assert made.fault == reason
     assert [record.message for record in caplog.records] == [reason]

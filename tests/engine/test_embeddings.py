@@ -10,7 +10,7 @@ from forerun.engine.request import Finish, Speculation, Stopping
 from forerun.errors import RequestError
 from forerun.executors.toy import ToyExecutor
 from tests.engine.carrying import CarryingToy
-from tests.engine.toys import Ear, ask, finish, limits, make, run
+from tests.engine.toys import RecordingSink, ask, finish, limits, make, run
 
 PROMPT = b"A prompt that takes some chunks to read."
 
@@ -36,8 +36,8 @@ def pooled(prompt, pooling):
     return states(prompt).mean(0) if pooling == "mean" else states(prompt)[-1]
 
 
-def vector(ear, id):
-    (delta,) = ear.of(id)
+def vector(sink, id):
+    (delta,) = sink.of(id)
     assert (delta.finish, delta.tokens, delta.text) == (Finish.STOP, (), "")
     return np.frombuffer(delta.embedding, np.float32)
 
@@ -50,10 +50,10 @@ def test_embeddings_run_beside_text(name, kind):
     texts = [ask(f"text{n}", "Hello" * (n + 1)) for n in range(2)]
     inputs = {f"{p}{n}": (PROMPT[: n or None], p) for p in POOLINGS for n in (0, 1, 2, 17)}
     vectors = [embed(id, *given) for id, given in inputs.items()]
-    ear = run(engine, texts[0], *vectors, texts[1])
-    ear.expect(*texts)
+    sink = run(engine, texts[0], *vectors, texts[1])
+    sink.expect(*texts)
     for id, given in inputs.items():
-        np.testing.assert_allclose(vector(ear, id), pooled(*given), rtol=1e-6)
+        np.testing.assert_allclose(vector(sink, id), pooled(*given), rtol=1e-6)
 
 
 @pytest.mark.parametrize("pooling", POOLINGS)
@@ -63,11 +63,11 @@ def test_chunks_preemption_and_cached_prefixes_change_no_bit(pooling):
         engine = make(max_nodes=nodes, pages=pages, slots=4)
         texts = [ask(f"t{n}", "Hi" + "ho" * n, max_tokens=20) for n in range(3)]
         first = embed("first", pooling=pooling)
-        ear = run(engine, *texts, embed("v", pooling=pooling))
-        engine.submit(first, ear)
+        sink = run(engine, *texts, embed("v", pooling=pooling))
+        engine.submit(first, sink)
         finish(engine)
-        assert vector(ear, "v").tobytes() == vector(ear, "first").tobytes() == whole.tobytes()
-        cached = ear.last("first").cached_tokens
+        assert vector(sink, "v").tobytes() == vector(sink, "first").tobytes() == whole.tobytes()
+        cached = sink.last("first").cached_tokens
         assert (cached > 0) == (pooling == "last")
 
 
@@ -78,9 +78,9 @@ def test_states_that_are_not_finite_end_their_own_request_alone():
             round.hidden = np.where(round.hidden == 65 / 256, np.inf, round.hidden)
             return outcome
 
-    ear = run(make(executor=Broken(limits())), embed("wrong"), embed("right", b"xyz"))
-    assert ear.last("wrong").finish == Finish.ERROR and "not finite" in ear.last("wrong").error
-    np.testing.assert_allclose(vector(ear, "right"), pooled(b"xyz", "mean"), rtol=1e-6)
+    sink = run(make(executor=Broken(limits())), embed("wrong"), embed("right", b"xyz"))
+    assert sink.last("wrong").finish == Finish.ERROR and "not finite" in sink.last("wrong").error
+    np.testing.assert_allclose(vector(sink, "right"), pooled(b"xyz", "mean"), rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -94,4 +94,4 @@ def test_states_that_are_not_finite_end_their_own_request_alone():
 )
 def test_what_is_no_embedding_is_refused(wrong, word):
     with pytest.raises(RequestError, match=word):
-        make().submit(wrong, Ear())
+        make().submit(wrong, RecordingSink())

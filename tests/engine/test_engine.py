@@ -15,7 +15,7 @@ from tests.control.steps import MODEL, PolicyOnTable
 from tests.covering import covering, every
 from tests.engine.carrying import CarryingToy
 from tests.engine.toys import (
-    Ear,
+    RecordingSink,
     ask,
     best,
     finish,
@@ -44,8 +44,8 @@ def test_a_policy_that_learns_changes_speed_only(draft_ms):
     costs = StepCosts(nodes=(1, 64), verify_ms=(1.0, 1.5), draft_ms=draft_ms)
     engine = make("ngram", policy=PolicyOnTable(costs, 4, 4, MODEL), pages=160, max_nodes=32)
     requests = [ask(str(i), f"Prompt {i % 3}", 40, **SAMPLED) for i in range(5)]
-    ear = run(engine, *requests)
-    ear.expect(*requests)
+    sink = run(engine, *requests)
+    sink.expect(*requests)
     assert (engine.stats().draft_tokens > 20) == (draft_ms == 0)
     assert all(budget.reason for budget in engine.stats().load.granted)
 
@@ -63,9 +63,9 @@ def test_guesses_take_no_page_from_anyone():
 
 def test_the_oracle_is_always_right():
     engine = make("oracle", nodes=4, depth=4)
-    ear = run(engine, ask(max_tokens=21, prompt="abc"))
-    stats = ear.last().stats
-    assert ear.tokens() == following(b"abc", 21)
+    sink = run(engine, ask(max_tokens=21, prompt="abc"))
+    stats = sink.last().stats
+    assert sink.tokens() == following(b"abc", 21)
     # One token after the prefill, then four draft tokens and one of the target's own, four times.
     assert (stats.steps, stats.draft_tokens, stats.accepted) == (5, 16, 16)
     assert stats.histogram == (1, 0, 0, 0, 4)
@@ -76,9 +76,9 @@ def test_the_oracle_is_always_right():
 
 def test_the_adversary_is_never_right():
     engine = make("adversary", nodes=4, depth=4)
-    ear = run(engine, ask(max_tokens=21, prompt="abc"))
-    stats = ear.last().stats
-    assert ear.tokens() == following(b"abc", 21)
+    sink = run(engine, ask(max_tokens=21, prompt="abc"))
+    stats = sink.last().stats
+    assert sink.tokens() == following(b"abc", 21)
     assert (stats.steps, stats.accepted, stats.histogram) == (21, 0, (21,))
     assert stats.draft_tokens == 16 * 4 + 3 + 2 + 1  # Depth ends one before the last token.
 
@@ -91,10 +91,10 @@ def test_stop_token_of_the_request(include_stop):
     tokens = following(b"Hello", 20)
     stop = tokens[8]
     request = ask(stop_tokens=(stop,), include_stop=include_stop)
-    ear = run(make("oracle"), request)
+    sink = run(make("oracle"), request)
     kept = tokens[: tokens.index(stop) + 1]
-    assert ear.tokens() == kept and ear.last().stop_reason == stop
-    assert ear.text().encode() == bytes(kept if include_stop else kept[:-1])
+    assert sink.tokens() == kept and sink.last().stop_reason == stop
+    assert sink.text().encode() == bytes(kept if include_stop else kept[:-1])
 
 
 @pytest.mark.parametrize("name", ["none", "oracle"])
@@ -108,16 +108,16 @@ def test_stop_strings_end_nothing_before_min_tokens(name, include_stop):
         request = ask(
             stop=("never", stop), max_tokens=40, include_stop=include_stop, min_tokens=min_tokens
         )
-        ear = run(make(name, nodes=6, depth=6), request)
-        ear.expect(request)
-        lengths.append(len(ear.tokens()))
+        sink = run(make(name, nodes=6, depth=6), request)
+        sink.expect(request)
+        lengths.append(len(sink.tokens()))
     assert lengths[:10] == [10] * 10 and all(length > 10 for length in lengths[10:])
 
 
 def test_a_sequence_may_be_the_only_one_and_be_preempted():
     """Where others than sequences hold pages: a page store that reads."""
-    engine, ear, request = make(page_size=2, pages=16), Ear(), ask(max_tokens=16)
-    engine.submit(request, ear)
+    engine, sink, request = make(page_size=2, pages=16), RecordingSink(), ask(max_tokens=16)
+    engine.submit(request, sink)
     step(engine, 4)
     index = engine._core.scheduler.index
     held = index.take(index.available)
@@ -126,20 +126,20 @@ def test_a_sequence_may_be_the_only_one_and_be_preempted():
     for page in held:
         index.release(page)
     finish(engine)
-    ear.expect(request)
+    sink.expect(request)
 
 
 @pytest.mark.parametrize("length", range(7, 11))
 def test_a_prompt_without_output_takes_no_nodes_from_others(length):
     """Nor does it give others its share, and a part of it: one of its chunks is a single token."""
-    engine, ear = make("oracle", nodes=16, depth=16, pages=256), Ear()
+    engine, sink = make("oracle", nodes=16, depth=16, pages=256), RecordingSink()
     long = [ask(str(i), max_tokens=100) for i in range(3)]
-    submit(engine, ear, *long)
+    submit(engine, sink, *long)
     engine.step_once()
-    engine.submit(ask("none", "x" * length, max_tokens=0), ear)
+    engine.submit(ask("none", "x" * length, max_tokens=0), sink)
     finish(engine)
-    ear.expect(*long)
-    assert ear.last("none").finish == Finish.LENGTH and not engine.stats().failed_steps
+    sink.expect(*long)
+    assert sink.last("none").finish == Finish.LENGTH and not engine.stats().failed_steps
 
 
 # --- choices, caching, logprobs ---------------------------------------------------------
@@ -150,18 +150,18 @@ def test_prefix_of_an_earlier_request_is_found():
     first = ask("1", "The same beginning", 8)
     run(engine, first)
     again = ask("2", "The same beginning, and more", 8)
-    ear = run(engine, again)
-    ear.expect(again)
-    assert ear.of("2")[0].cached_tokens == 18
+    sink = run(engine, again)
+    sink.expect(again)
+    assert sink.of("2")[0].cached_tokens == 18
     # The output of a request is a prefix too.
     talk = "The same beginning" + reference(first)[1]
-    ear = run(engine, ask("3", talk + "?", 8))
-    assert ear.of("3")[0].cached_tokens == 24
+    sink = run(engine, ask("3", talk + "?", 8))
+    assert sink.of("3")[0].cached_tokens == 24
     assert engine.stats().cached_tokens == 42
 
 
 class WholePages(ToyExecutor):
-    """The slow twin: a toy that copies no page."""
+    """The reference: a toy that copies no page."""
 
     def copy_page(self, source, target):
         return False
@@ -182,10 +182,10 @@ def test_a_text_continues_within_a_page(name, page_size):
     for cut in range(1, len(TEXT)):
         for prompt, known in ((TEXT[:cut], cut - 1), (TEXT[:cut] + "~ other", cut)):
             request = ask(f"{prompt}", prompt, 6, **SAMPLED)
-            ears = [run(engine, request) for engine in (fast, slow)]
-            for ear, cached in zip(ears, (known, known // page_size * page_size), strict=True):
-                ear.expect(request)
-                assert ear.of(request.id)[0].cached_tokens == cached
+            sinks = [run(engine, request) for engine in (fast, slow)]
+            for sink, cached in zip(sinks, (known, known // page_size * page_size), strict=True):
+                sink.expect(request)
+                assert sink.of(request.id)[0].cached_tokens == cached
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -201,11 +201,11 @@ def test_copied_pages_are_evicted_and_preempted_like_others(page_size, overlap):
         for part in (0, 1, 0)[: 2 + (cut < 10)]
     ]
     requests = [replace(one, id=f"{one.id} {n}") for n, one in enumerate(requests)]
-    ear = run(engine, *requests)
-    ear.expect(*requests)
+    sink = run(engine, *requests)
+    sink.expect(*requests)
     stats = engine.stats()
     assert stats.preemptions > 0 and stats.load.pages_held == 0
-    assert any(ear.of(one.id)[0].cached_tokens % page_size for one in requests)
+    assert any(sink.of(one.id)[0].cached_tokens % page_size for one in requests)
 
 
 def test_a_salt_shares_cached_prefixes_with_itself_alone():
@@ -215,15 +215,15 @@ def test_a_salt_shares_cached_prefixes_with_itself_alone():
     said["none"] = ask("none", prompt)
     engine = make()
     for request in said.values():
-        ear = run(engine, request)
-        ear.expect(request)
-        cached = ear.of(request.id)[0].cached_tokens
+        sink = run(engine, request)
+        sink.expect(request)
+        cached = sink.of(request.id)[0].cached_tokens
         assert cached == (26 if request.id == "a2" else 0), request.id
     engine = make()
     together = [said["a1"], said["b1"], said["a2"]]
-    ear = run(engine, *together)
-    ear.expect(*together)
-    assert [ear.of(each.id)[0].cached_tokens for each in together] == [0, 0, 26]
+    sink = run(engine, *together)
+    sink.expect(*together)
+    assert [sink.of(each.id)[0].cached_tokens for each in together] == [0, 0, 26]
 
 
 @pytest.mark.parametrize("name", ["none", "oracle", "erratic"])
@@ -234,11 +234,11 @@ def test_logprobs_of_the_output(name, stopped):
     if stopped:
         stop = reference(request)[1][5]
         request = ask(max_tokens=10, logprobs=2, stop=(stop,), **SAMPLED)
-    ear = run(make(name), request)
-    ear.expect(request)
-    entries = [entry for d in ear.of() for entry in d.logprobs]
+    sink = run(make(name), request)
+    sink.expect(request)
+    entries = [entry for d in sink.of() for entry in d.logprobs]
     text = list(b"Hello")
-    assert [entry.token for entry in entries] == ear.tokens()
+    assert [entry.token for entry in entries] == sink.tokens()
     for entry in entries:
         raw = logits(text).astype(np.float64)
         raw -= np.log(np.exp(raw).sum())
@@ -250,11 +250,11 @@ def test_logprobs_of_the_output(name, stopped):
 def test_logprobs_of_the_prompt_survive_preemption():
     engine = make(page_size=2, pages=14, max_nodes=5)
     requests = [ask(str(i), f"Prompt {i}", 16, prompt_logprobs=0) for i in range(3)]
-    ear = run(engine, *requests)
+    sink = run(engine, *requests)
     assert engine.stats().preemptions > 0
     for request in requests:
-        ear.expect(request)
-        entries = ear.of(request.id)[0].prompt_logprobs
+        sink.expect(request)
+        entries = sink.of(request.id)[0].prompt_logprobs
         assert [entry.token for entry in entries] == request.prompt[1:].tolist()
 
 
@@ -284,21 +284,21 @@ def test_logprobs_of_the_prompt_survive_preemption():
 def test_refused_before_anything_is_allocated(request_, kind, field):
     engine = make()
     with pytest.raises(kind) as caught:
-        engine.submit(request_, Ear())
+        engine.submit(request_, RecordingSink())
     assert caught.value.field == field and str(caught.value)
     assert not engine.step_once() and engine.stats().load.waiting == 0
 
 
 def test_busy():
     engine = make(max_waiting=2)
-    ear = Ear()
-    engine.submit(ask("1", n=2), ear)
+    sink = RecordingSink()
+    engine.submit(ask("1", n=2), sink)
     with pytest.raises(BusyError):
-        engine.submit(ask("2"), ear)
+        engine.submit(ask("2"), sink)
     engine.step_once()
-    engine.submit(ask("2"), ear)
+    engine.submit(ask("2"), sink)
     finish(engine)
-    assert ear.ended == {("1", 0), ("1", 1), ("2", 0)}
+    assert sink.ended == {("1", 0), ("1", 1), ("2", 0)}
 
 
 # --- aborts -----------------------------------------------------------------------------
@@ -308,31 +308,31 @@ def test_busy():
 def test_abort_takes_effect_before_the_next_step(steps):
     """0: while it waits; 1, 2: in the middle of its prefill; 5: decoding."""
     engine = make(max_nodes=6, slots=2)
-    ear = Ear()
-    engine.submit(ask("gone", "A prompt of several chunks", n=2, max_tokens=30), ear)
-    engine.submit(ask("stays"), ear)
+    sink = RecordingSink()
+    engine.submit(ask("gone", "A prompt of several chunks", n=2, max_tokens=30), sink)
+    engine.submit(ask("stays"), sink)
     step(engine, steps)
     engine.abort("gone")
     engine.step_once()
     engine.check()
-    assert ear.last("gone", 0).finish == ear.last("gone", 1).finish == Finish.ABORT
+    assert sink.last("gone", 0).finish == sink.last("gone", 1).finish == Finish.ABORT
     finish(engine)
-    ear.expect(ask("stays"))
+    sink.expect(ask("stays"))
 
 
 def test_shutdown_aborts_what_runs():
     engine = make()
-    ear = Ear()
-    engine.submit(ask("1"), ear)
+    sink = RecordingSink()
+    engine.submit(ask("1"), sink)
     engine.step_once()
-    engine.submit(ask("2"), ear)
+    engine.submit(ask("2"), sink)
     engine.shutdown()
     engine.shutdown()
-    assert {ear.last(id).finish for id in "12"} == {Finish.ABORT}
+    assert {sink.last(id).finish for id in "12"} == {Finish.ABORT}
     assert not engine.alive
     engine.check()
     with pytest.raises(EngineError, match="was shut down"):
-        engine.submit(ask("3"), ear)
+        engine.submit(ask("3"), sink)
 
 
 # --- failures ---------------------------------------------------------------------------
@@ -385,20 +385,20 @@ class Fragile(ToyExecutor):
 
 def test_a_row_that_is_not_finite_ends_its_request_only():
     good = ask("good")
-    ear = run(make(executor=Fragile("nan")), ask("bad", "! broken", n=2), good)
-    ear.expect(good)
+    sink = run(make(executor=Fragile("nan")), ask("bad", "! broken", n=2), good)
+    sink.expect(good)
     for index in range(2):
-        assert ear.last("bad", index).finish == Finish.ERROR
-        assert "not finite" in ear.last("bad", index).error
+        assert sink.last("bad", index).finish == Finish.ERROR
+        assert "not finite" in sink.last("bad", index).error
 
 
 def test_a_failed_step_ends_the_requests_in_it_and_no_others():
     engine = make(executor=Fragile("verify", slots=2))
     rest = [ask(str(i)) for i in range(2)]
-    ear = run(engine, ask("bad", "! broken"), ask("with it"), *rest)
-    assert ear.last("bad").finish == ear.last("with it").finish == Finish.ERROR
-    assert "on fire" in ear.last("bad").error
-    ear.expect(*rest)
+    sink = run(engine, ask("bad", "! broken"), ask("with it"), *rest)
+    assert sink.last("bad").finish == sink.last("with it").finish == Finish.ERROR
+    assert "on fire" in sink.last("bad").error
+    sink.expect(*rest)
     assert engine.alive and engine.stats().failed_steps == 1
 
 
@@ -406,24 +406,24 @@ def test_a_failed_step_ends_the_requests_in_it_and_no_others():
 def test_a_slot_that_cannot_be_opened_ends_its_request_only(how):
     good, later = ask("good"), [ask(str(i)) for i in range(8)]
     engine = make(executor=Fragile(how))
-    ear = run(engine, ask("bad", "! broken", n=3), good, *later)
-    ear.expect(good, *later)
-    assert [ear.last("bad", i).finish for i in range(3)] == [Finish.ERROR] * 3
-    assert "no room" in ear.last("bad").error
+    sink = run(engine, ask("bad", "! broken", n=3), good, *later)
+    sink.expect(good, *later)
+    assert [sink.last("bad", i).finish for i in range(3)] == [Finish.ERROR] * 3
+    assert "no room" in sink.last("bad").error
 
 
 def test_the_engine_gives_up_after_failures_in_a_row():
     engine = make(executor=Fragile("verify", slots=1))
-    ear = Ear()
+    sink = RecordingSink()
     for i in range(5):
-        engine.submit(ask(str(i), "! broken"), ear)
+        engine.submit(ask(str(i), "! broken"), sink)
     for _ in range(3):
         assert engine.alive
         engine.step_once()
     assert not engine.alive
-    assert all(ear.last(str(i)).finish == Finish.ERROR for i in range(5))
+    assert all(sink.last(str(i)).finish == Finish.ERROR for i in range(5))
     with pytest.raises(EngineError, match="on fire"):
-        engine.submit(ask("6"), ear)
+        engine.submit(ask("6"), sink)
     assert engine.stats().load.pages_held == 0
 
 
@@ -432,28 +432,28 @@ def test_every_request_ends_where_no_slot_can_be_closed(overlap):
     """Whatever waits to be done as the engine gives up."""
     executor = Fragile("close")
     executor.capabilities = replace(executor.capabilities, overlap=overlap)
-    engine, ear = make(executor=executor, overlap=overlap), Ear()
+    engine, sink = make(executor=executor, overlap=overlap), RecordingSink()
     requests = [ask(str(i), "! broken", max_tokens=50) for i in range(6)]
-    submit(engine, ear, *requests)
+    submit(engine, sink, *requests)
     step(engine, 4)
     for id in "015":
         engine.abort(id)
     engine.step_once()
     assert not engine.alive
-    assert ear.ended == {(request.id, 0) for request in requests}
+    assert sink.ended == {(request.id, 0) for request in requests}
     assert engine.stats().load.pages_held == 0
 
 
 def test_text_that_cannot_be_made_ends_its_request_only():
-    engine, ear = make(), Ear()
+    engine, sink = make(), RecordingSink()
     bad, good = ask("bad", stop=("zzz",), max_tokens=50), ask("good", max_tokens=50)
-    submit(engine, ear, bad, good)
+    submit(engine, sink, bad, good)
     engine.step_once()
     with mock.patch.object(engine._core.outputs.live["bad"][0].stream, "_release") as release:
         release.side_effect = RuntimeError("no such character")
         finish(engine)
-    ear.expect(good)
-    assert ear.last("bad").finish == Finish.ERROR and "no such" in ear.last("bad").error
+    sink.expect(good)
+    assert sink.last("bad").finish == Finish.ERROR and "no such" in sink.last("bad").error
     assert engine.alive
 
 
@@ -465,11 +465,11 @@ def test_a_sink_that_raises_ends_its_request_only():
         calls.append(delta)
         raise RuntimeError("the client is gone")
 
-    ear, good = Ear(), ask("good")
+    sink, good = RecordingSink(), ask("good")
     engine.submit(ask("bad", n=3), broken)
-    engine.submit(good, ear)
+    engine.submit(good, sink)
     finish(engine)
-    ear.expect(good)
+    sink.expect(good)
     assert len(calls) == 1
 
 
@@ -478,9 +478,9 @@ def test_a_sink_that_raises_ends_its_request_only():
 
 def test_stats_add_up():
     engine = make("oracle", slots=2)
-    ear = run(engine, *(ask(str(i), f"Prompt number {i}", 12) for i in range(4)))
+    sink = run(engine, *(ask(str(i), f"Prompt number {i}", 12) for i in range(4)))
     stats = engine.stats()
-    total = sum(len(ear.tokens(str(i))) for i in range(4))
+    total = sum(len(sink.tokens(str(i))) for i in range(4))
     assert stats.output_tokens == total == 48
     assert stats.finished[Finish.LENGTH] == 4 and stats.prompt_tokens == 4 * 15
     assert sum(stats.first_token.counts) == sum(stats.duration.counts) == 4

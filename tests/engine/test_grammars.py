@@ -88,10 +88,10 @@ def engine(name="none", **shape):
 def test_text_follows_the_grammar_and_ends_with_it(name):
     made, grammars = engine(name)
     free = ask("free")
-    ear = run(made, ask("digits", grammar=Digits(6), max_tokens=30), free)
-    ear.expect(free)
-    assert ear.text("digits").isdigit() and ear.last("digits").finish == Finish.STOP
-    assert len(ear.text("digits")) == 6
+    sink = run(made, ask("digits", grammar=Digits(6), max_tokens=30), free)
+    sink.expect(free)
+    assert sink.text("digits").isdigit() and sink.last("digits").finish == Finish.STOP
+    assert len(sink.text("digits")) == 6
     assert not grammars.left
 
 
@@ -99,11 +99,11 @@ def test_text_follows_the_grammar_and_ends_with_it(name):
 def test_a_failing_grammar_ends_its_request_only(trouble):
     made, grammars = engine()
     good = ask("good")
-    ear = run(made, ask("bad", grammar=Digits(5, trouble), n=2), good)
-    ear.expect(good)
+    sink = run(made, ask("bad", grammar=Digits(5, trouble), n=2), good)
+    sink.expect(good)
     for index in range(2):
-        assert ear.last("bad", index).finish == Finish.ERROR and ear.last("bad", index).error
-    assert ear.text("bad") == ""
+        assert sink.last("bad", index).finish == Finish.ERROR and sink.last("bad", index).error
+    assert sink.text("bad") == ""
     assert not grammars.left and made.alive
 
 
@@ -121,9 +121,9 @@ def test_what_came_before_a_limit_is_delivered_and_the_limit_named(name):
 
     grammars.commit = limited
     free = ask("free")
-    ear = run(made, ask("digits", grammar=Digits(20), max_tokens=30), free)
-    ear.expect(free)
-    last = ear.last("digits")
-    assert len(ear.text("digits")) == 7 == len(ear.tokens("digits"))
+    sink = run(made, ask("digits", grammar=Digits(20), max_tokens=30), free)
+    sink.expect(free)
+    last = sink.last("digits")
+    assert len(sink.text("digits")) == 7 == len(sink.tokens("digits"))
     assert last.finish == Finish.ERROR and last.code == GRAMMAR_LIMIT
     assert "after 7 tokens" in last.error and "Too many items (limit 200000)" in last.error

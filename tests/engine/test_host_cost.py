@@ -17,12 +17,12 @@ from forerun.text.stream import TextStream
 from tests.control.steps import FREE, PolicyOnTable, seen
 from tests.counted import lines
 from tests.drafters.test_ngram import plan as one_row
-from tests.engine.toys import GREEDY, TOKENIZER, Ear, ask, limits, make, step
+from tests.engine.toys import GREEDY, TOKENIZER, RecordingSink, ask, limits, make, step
 
 ROWS = 32
 
 
-class Parrot(ToyExecutor):
+class ConstantToy(ToyExecutor):
     """Says "a" at once, whatever the tree: what is left is the engine's own work."""
 
     def open(self, slot_init):
@@ -47,9 +47,9 @@ class Parrot(ToyExecutor):
 
 def running(name, rows=ROWS, policy=None, sink=None):
     shape = limits(slots=rows, pages=128 * rows, max_nodes=512, page_size=16, context=2000)
-    engine = make(name, executor=Parrot(shape), policy=policy, nodes=8, depth=8)
+    engine = make(name, executor=ConstantToy(shape), policy=policy, nodes=8, depth=8)
     for i in range(rows):
-        engine.submit(ask(str(i), f"Prompt {i} " * 20, 1000), sink or Ear())
+        engine.submit(ask(str(i), f"Prompt {i} " * 20, 1000), sink or RecordingSink())
     while engine.stats().load.waiting or not engine.stats().output_tokens:
         engine.step_once()
     return engine

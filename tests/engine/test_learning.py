@@ -65,59 +65,60 @@ def engines(tmp_path):
         engine.shutdown()
 
 
-WHO = {"nothing": {}, "a salt": {"cache_salt": "x"}, "a key": {"tenant": "k"}}
+TENANTS = {"nothing": {}, "a salt": {"cache_salt": "x"}, "a key": {"tenant": "k"}}
 
 
-def generate(engine, **who):
+def generate(engine, **tenant):
     """Answers that are counted; their lengths differ, one is longer than a record."""
     for number, prompt in enumerate(("Hello", "other", "Hello you")):
         run(
             engine,
-            ask(str(number), prompt, max_tokens=30 + number, stop_tokens=(), **who),
+            ask(str(number), prompt, max_tokens=30 + number, stop_tokens=(), **tenant),
             check=False,
         )
 
 
-def drafts(engine, prompt="Hello", **who):
+def drafts(engine, prompt="Hello", **tenant):
     """What the steps of an answer verified and accepted."""
-    request = ask("next", prompt, max_tokens=40, stop_tokens=(), **who)
-    ear = run(engine, request, check=False)
-    stats = ear.last("next").stats
+    request = ask("next", prompt, max_tokens=40, stop_tokens=(), **tenant)
+    sink = run(engine, request, check=False)
+    stats = sink.last("next").stats
     return stats.steps, stats.draft_tokens, stats.accepted, stats.histogram
 
 
 @BOTH
-@pytest.mark.parametrize("who", WHO)
-def test_a_restart_drafts_the_same(engines, monkeypatch, kind, who):
+@pytest.mark.parametrize("tenant", TENANTS)
+def test_a_restart_drafts_the_same(engines, monkeypatch, kind, tenant):
     monkeypatch.setattr(learning, "PART", 7)
     running = engines(kind, None)
     first = engines(kind)
     for engine in (running, first):
-        generate(engine, **WHO[who])
+        generate(engine, **TENANTS[tenant])
     kept = first.kept()
     first.shutdown()
     second = engines(kind)
     assert second.kept() == kept == running.kept() > 50 and second.restored[0] > 60
-    expected = drafts(running, **WHO[who])
-    assert drafts(second, **WHO[who]) == expected
-    assert expected[0] < drafts(engines(kind, None), **WHO[who])[0]
+    expected = drafts(running, **TENANTS[tenant])
+    assert drafts(second, **TENANTS[tenant]) == expected
+    assert expected[0] < drafts(engines(kind, None), **TENANTS[tenant])[0]
     second.shutdown()
     third = engines(kind)  # With what the second one added.
     assert third.kept() == running.kept()
-    assert drafts(third, "Hello you", **WHO[who]) == drafts(running, "Hello you", **WHO[who])
+    further = drafts(running, "Hello you", **TENANTS[tenant])
+    assert drafts(third, "Hello you", **TENANTS[tenant]) == further
 
 
 @pytest.mark.parametrize(
-    ("who", "other"),
+    ("tenant", "other"),
     [("nothing", "a salt"), ("a salt", "nothing"), ("a salt", "a key"), ("a key", "nothing")],
 )
-def test_only_the_same_tenant_gets_them(engines, who, other):
+def test_only_the_same_tenant_gets_them(engines, tenant, other):
     first = engines()
-    generate(first, **WHO[who])
+    generate(first, **TENANTS[tenant])
     first.shutdown()
     second = engines()
     assert second.kept()
-    assert drafts(second, **WHO[other]) == drafts(engines(folder=None), **WHO[other])
+    assert drafts(second, **TENANTS[other]) == drafts(engines(folder=None), **TENANTS[other])
 
 
 def test_tenants_of_another_folder_are_others(engines, tmp_path):

@@ -10,7 +10,7 @@ from forerun.errors import EngineError
 from forerun.interface.plan import Outcome, Plan, Round
 from tests.control.steps import MODEL, PolicyOnTable
 from tests.engine.carrying import CarryingToy
-from tests.engine.toys import Ear, ask, finish, limits, make, reference, run, step, submit
+from tests.engine.toys import RecordingSink, ask, finish, limits, make, reference, run, step, submit
 
 DRAFTERS = ["none", "oracle", "adversary", "erratic"]
 
@@ -63,15 +63,15 @@ def test_where_the_host_has_a_say_the_next_step_begins_before_the_news_are_told(
     """Draft tokens from the text; log-probabilities that the toy's device does not report."""
     engine, toy = overlapped(name)
     changes = {} if name == "ngram" else {"logprobs": 1}
-    ear, request = Ear(), hot("a", max_tokens=30, **changes)
+    sink, request = RecordingSink(), hot("a", max_tokens=30, **changes)
 
-    def sink(delta):
-        toy.events.append(("news", len(ear.tokens("a")) + len(delta.tokens)))
-        ear(delta)
+    def relay(delta):
+        toy.events.append(("news", len(sink.tokens("a")) + len(delta.tokens)))
+        sink(delta)
 
-    engine.submit(request, sink)
+    engine.submit(request, relay)
     finish(engine)
-    ear.expect(request)
+    sink.expect(request)
     order = [what for what, _ in toy.events if what != "do"]
     assert engine.stats().carried == 0 and order.count("begin") > 8
     # Look, begin the next, tell: but what ends is told at once, and nothing runs after it.
@@ -89,39 +89,40 @@ def test_what_a_stop_string_ends_runs_once_more_and_nobody_hears_of_it(name):
     engine, _ = overlapped(name, nodes=most, depth=most)
     whole = reference(ask("a", "ab", 40))[1]
     requests = [ask("a", "ab", 40, stop=(whole[9:12],)), hot("b", max_tokens=30)]
-    ear = run(engine, *requests)
-    ear.expect(*requests)
-    assert ear.last("a").finish == Finish.STOP
+    sink = run(engine, *requests)
+    sink.expect(*requests)
+    assert sink.last("a").finish == Finish.STOP
 
 
 @pytest.mark.parametrize("number", [2, 4])
 def test_a_step_that_cannot_begin_before_the_news_fails_alone(number):
     engine, _ = overlapped("ngram", fails=[("begin", number)])
-    ear = Ear()
+    sink = RecordingSink()
     broken, after = hot("a", max_tokens=30), hot("b", max_tokens=20)
-    engine.submit(broken, ear)
+    engine.submit(broken, sink)
     finish(engine)
-    last = ear.last("a")
+    last = sink.last("a")
     assert last.finish == Finish.ERROR and f"begin of step {number} fails" in last.error
-    tokens = ear.tokens("a")
+    tokens = sink.tokens("a")
     assert tokens == reference(broken)[0][: len(tokens)]
-    engine.submit(after, ear)
+    engine.submit(after, sink)
     finish(engine)
-    ear.expect(after)
+    sink.expect(after)
 
 
 def test_a_prompt_that_comes_meanwhile_is_taken_in_and_found_again():
     engine, _ = overlapped(pages=40)
-    ear, first, second = Ear(), hot("a", max_tokens=60), hot("b", "Hello, world, again", 12)
-    engine.submit(first, ear)
+    sink, first = RecordingSink(), hot("a", max_tokens=60)
+    second = hot("b", "Hello, world, again", 12)
+    engine.submit(first, sink)
     step(engine, 6)
-    engine.submit(second, ear)
+    engine.submit(second, sink)
     finish(engine)
     third = hot("c", "Hello, world, again and more", 12)
-    engine.submit(third, ear)
+    engine.submit(third, sink)
     finish(engine)
-    ear.expect(first, second, third)
-    assert ear.of("c")[0].cached_tokens > 0
+    sink.expect(first, second, third)
+    assert sink.of("c")[0].cached_tokens > 0
 
 
 @pytest.mark.parametrize(("name", "page_size"), [("none", 1), ("oracle", 3), ("erratic", 4)])
@@ -130,8 +131,9 @@ def test_a_page_that_a_running_round_reads_may_be_written_behind_it(name, page_s
     them; what then comes from disk is written there.
     """
     engine, toy = overlapped(name, page_size=page_size, pages=200 // page_size)
-    ear, requests = Ear(), [ask(str(i), "same text", 40, stop_tokens=()) for i in range(3)]
-    submit(engine, ear, *requests)
+    sink = RecordingSink()
+    requests = [ask(str(i), "same text", 40, stop_tokens=()) for i in range(3)]
+    submit(engine, sink, *requests)
     index, written = engine._core.scheduler.index, set()
     while engine.step_once():
         engine.check()
@@ -139,7 +141,7 @@ def test_a_page_that_a_running_round_reads_may_be_written_behind_it(name, page_s
             toy.pages.write_page(page, bytes(toy.pages.page_bytes))
             index.release(page)
             written.add(page)
-    ear.expect(*requests)
+    sink.expect(*requests)
     assert engine.stats().failed_steps == 0 and engine.stats().carried > 4 and len(written) > 5
 
 
@@ -151,11 +153,11 @@ def test_siblings_end_together_where_their_sink_fails():
         heard.append(delta)
         raise RuntimeError("nobody listens")
 
-    ear = Ear()
-    engine.submit(stays, ear)
+    sink = RecordingSink()
+    engine.submit(stays, sink)
     engine.submit(hot("a", n=3), deaf)
     finish(engine)
-    ear.expect(stays)
+    sink.expect(stays)
     assert len(heard) == 1
 
 
@@ -163,30 +165,30 @@ def test_siblings_end_together_where_their_sink_fails():
 @pytest.mark.parametrize("number", [1, 2, 3, 5])
 def test_a_step_that_fails_ends_its_own_requests(what, number):
     engine, _ = overlapped(fails=[(what, number)])
-    ear = Ear()
+    sink = RecordingSink()
     broken = [hot("a", max_tokens=60), ask("b", "other", 50)]
-    submit(engine, ear, *broken)
+    submit(engine, sink, *broken)
     finish(engine)
     for request in broken:
-        last = ear.last(request.id)
+        last = sink.last(request.id)
         assert last.finish == Finish.ERROR and f"step {number} fails" in last.error
-        tokens = ear.tokens(request.id)
+        tokens = sink.tokens(request.id)
         assert tokens == reference(request)[0][: len(tokens)]
     assert engine.alive and engine.stats().failed_steps == 1
     after = hot("c", max_tokens=30)
-    engine.submit(after, ear)
+    engine.submit(after, sink)
     finish(engine)
-    ear.expect(after)
+    sink.expect(after)
 
 
 def test_shutdown_with_a_step_running_leaves_slots_closed():
     engine, toy = overlapped()
-    ear = Ear()
-    engine.submit(hot("a", max_tokens=60), ear)
+    sink = RecordingSink()
+    engine.submit(hot("a", max_tokens=60), sink)
     step(engine, 5)
     engine.shutdown()
     engine.check()
-    assert ear.last("a").finish == Finish.ABORT
+    assert sink.last("a").finish == Finish.ABORT
     again = make("none", executor=toy, overlap=True)
     request = hot("b")
     run(again, request).expect(request)
@@ -194,14 +196,14 @@ def test_shutdown_with_a_step_running_leaves_slots_closed():
 
 def test_the_thread_sleeps_only_when_nothing_runs():
     engine, _ = overlapped()
-    ear, requests = Ear(), [hot(str(n), max_tokens=5 + 3 * n) for n in range(7)]
+    sink, requests = RecordingSink(), [hot(str(n), max_tokens=5 + 3 * n) for n in range(7)]
     engine.start()
     try:
-        submit(engine, ear, *requests)
+        submit(engine, sink, *requests)
         assert engine.drain(30)
     finally:
         engine.shutdown()
-    ear.expect(*requests)
+    sink.expect(*requests)
     engine.check()
 
 
@@ -266,8 +268,8 @@ def test_adaptive_guessing_sees_every_step():
     policy, toy = PolicyOnTable(costs, 4, 4, MODEL), CarryingToy(limits())
     engine = make("oracle", executor=toy, overlap=True, policy=policy)
     requests = [hot("a", max_tokens=60), ask("b", "other", 60)]
-    ear = run(engine, *requests)
-    ear.expect(*requests)
+    sink = run(engine, *requests)
+    sink.expect(*requests)
     stats = engine.stats()
     assert stats.carried > stats.steps / 3
     assert stats.acceptance_length > 2 and policy.describe()["right_by_level"][0] > 0.7

@@ -7,7 +7,7 @@ from forerun.executors.toy import ToyExecutor
 from forerun.text.stream import TextStream
 from forerun.text.tokenizer import Tokenizer
 from tests.engine.carrying import CarryingToy
-from tests.engine.toys import TOKENIZER, Ear, ask, limits, make
+from tests.engine.toys import TOKENIZER, RecordingSink, ask, limits, make
 
 VARIANTS = [
     {},
@@ -23,13 +23,13 @@ VARIANTS = [
 
 def heard(name, overlap):
     executor = (CarryingToy if overlap else ToyExecutor)(limits(pages=256, slots=6, max_nodes=64))
-    engine, ear = make(name, executor=executor, overlap=overlap), Ear()
+    engine, sink = make(name, executor=executor, overlap=overlap), RecordingSink()
     for number, changes in enumerate(VARIANTS):
         given = {"max_tokens": 24} | changes
-        engine.submit(ask(str(number), f"Hello {number}", **given), ear)
+        engine.submit(ask(str(number), f"Hello {number}", **given), sink)
     while engine.step_once():
         pass
-    return ear.deltas
+    return sink.deltas
 
 
 @pytest.mark.parametrize("name", ["none", "oracle", "erratic"])
@@ -54,11 +54,11 @@ def test_most_rows_of_a_long_answer_are_told_as_they_are(monkeypatch):
     monkeypatch.setattr(
         engine._core.outputs, "_emit_row", lambda *a: one_by_one.append(a[2]) or settle(*a)
     )
-    ear, request = Ear(), ask("r", "Hello", 200, stop_tokens=())
-    engine.submit(request, ear)
+    sink, request = RecordingSink(), ask("r", "Hello", 200, stop_tokens=())
+    engine.submit(request, sink)
     while engine.step_once():
         pass
-    ear.expect(request)
+    sink.expect(request)
     assert len(one_by_one) < 20, "the first token, the last, and those that leave no text"
 
 

@@ -9,7 +9,7 @@ import pytest
 from forerun.engine.request import Finish
 from forerun.errors import BusyError, EngineError, RequestError
 from forerun.executors.toy import ToyExecutor
-from tests.engine.toys import Ear, ask, limits, make
+from tests.engine.toys import RecordingSink, ask, limits, make
 
 
 class Gate(ToyExecutor):
@@ -58,7 +58,7 @@ def wait_for(condition, seconds=300.0):
 @pytest.mark.slow
 def test_200_requests_with_aborts_leave_nothing(started):
     engine = started("ngram", slots=16, pages=120, max_nodes=64)
-    ear, pick = Ear(), Random(1)
+    sink, pick = RecordingSink(), Random(1)
     requests = [
         ask(str(i), f"Prompt {i % 9} and more", 24, temperature=0.8 * (i % 2), seed=i)
         for i in range(200)
@@ -67,7 +67,7 @@ def test_200_requests_with_aborts_leave_nothing(started):
 
     def client(part):
         for request in requests[part::8]:
-            engine.submit(request, ear)
+            engine.submit(request, sink)
             if request.id in gone:
                 time.sleep(pick.random() / 500)
                 engine.abort(request.id)
@@ -78,14 +78,14 @@ def test_200_requests_with_aborts_leave_nothing(started):
     for thread in clients:
         thread.join()
     assert engine.drain(300)
-    assert ear.ended == {(request.id, 0) for request in requests}
+    assert sink.ended == {(request.id, 0) for request in requests}
     engine.check()
     stats = engine.stats()
     assert stats.load.pages_held == stats.load.running == stats.load.waiting == 0
     assert stats.finished[Finish.ERROR] == 0 and stats.finished[Finish.ABORT] > 0
     for request in requests:
-        if ear.last(request.id).finish != Finish.ABORT:
-            ear.expect(request)
+        if sink.last(request.id).finish != Finish.ABORT:
+            sink.expect(request)
 
 
 def test_idle_costs_nothing(started, monkeypatch):
@@ -99,15 +99,15 @@ def test_idle_costs_nothing(started, monkeypatch):
         return waits(condition, seconds)
 
     engine = started()
-    ear = Ear()
-    engine.submit(ask(), ear)
+    sink = RecordingSink()
+    engine.submit(ask(), sink)
     assert_idle_soon(engine)
     monkeypatch.setattr(threading.Condition, "wait", wait)
-    engine.submit(ask("1"), ear)
-    wait_for(lambda: ("1", 0) in ear.ended)
+    engine.submit(ask("1"), sink)
+    wait_for(lambda: ("1", 0) in sink.ended)
     assert asleep.wait(300)
-    engine.submit(ask("2"), ear)
-    wait_for(lambda: ("2", 0) in ear.ended)
+    engine.submit(ask("2"), sink)
+    wait_for(lambda: ("2", 0) in sink.ended)
 
 
 def assert_idle_soon(engine):
@@ -117,56 +117,56 @@ def assert_idle_soon(engine):
 def test_drain_gives_up_in_time_and_refuses_newcomers(started):
     gate = Gate(permits=2)
     engine = started(gate=gate)
-    ear = Ear()
-    engine.submit(ask(max_tokens=150), ear)
-    wait_for(lambda: len(ear.deltas) == 2)
+    sink = RecordingSink()
+    engine.submit(ask(max_tokens=150), sink)
+    wait_for(lambda: len(sink.deltas) == 2)
     assert not engine.drain(0.05)  # Whatever it waits for, nothing goes on meanwhile.
     with pytest.raises(BusyError, match="shutting down"):
-        engine.submit(ask("2"), ear)
+        engine.submit(ask("2"), sink)
     threading.Thread(target=lambda: (wait_for(lambda: not engine.alive), gate.open_up())).start()
     engine.shutdown()
-    assert ear.last().finish == Finish.ABORT
+    assert sink.last().finish == Finish.ABORT
     assert engine.drain(0)
 
 
 def test_a_sink_may_submit(started):
     """A batch client continues from the sink, on the engine's thread."""
     engine = started()
-    ear = Ear()
+    sink = RecordingSink()
 
     def chain(delta):
-        ear(delta)
+        sink(delta)
         if delta.finish and int(delta.request) < 5:
             engine.submit(ask(str(int(delta.request) + 1)), chain)
 
     engine.submit(ask("1"), chain)
-    wait_for(lambda: ("5", 0) in ear.ended)
+    wait_for(lambda: ("5", 0) in sink.ended)
 
 
 def test_a_leak_stops_the_engine(started):
     """An engine that lost a page is not trusted any more, and says so."""
     engine = started()
     engine._core.scheduler.index.take(1)
-    ear = Ear()
-    engine.submit(ask(), ear)
+    sink = RecordingSink()
+    engine.submit(ask(), sink)
     wait_for(lambda: not engine.alive)
-    ear.expect(ask())
+    sink.expect(ask())
     with pytest.raises(EngineError, match="leaked"):
-        engine.submit(ask("2"), ear)
+        engine.submit(ask("2"), sink)
 
 
 def test_an_id_is_free_as_soon_as_its_last_delta_comes(started):
     """Asked again in that very moment, on the engine's own thread."""
     engine, finished = started(), []
 
-    def sink(delta):
+    def relay(delta):
         if delta.finish is None:
             return
         if len(finished) < 20:
-            engine.submit(ask(max_tokens=3), sink)
+            engine.submit(ask(max_tokens=3), relay)
         finished.append(delta.finish)
 
-    engine.submit(ask(max_tokens=3), sink)
+    engine.submit(ask(max_tokens=3), relay)
     wait_for(lambda: len(finished) == 21, 30)
     assert set(finished) == {Finish.LENGTH} and engine.drain(30)
     engine.check()
@@ -185,18 +185,18 @@ def test_all_is_reported_when_nothing_is_left_to_drain(started):
 
 
 def test_a_sink_that_fails_at_its_end_frees_no_other_request(started):
-    gate, ear = Gate(permits=3), Ear()
+    gate, sink = Gate(permits=3), RecordingSink()
     engine = started(gate=gate)
 
-    def sink(delta):
+    def relay(delta):
         if delta.finish is not None:
-            engine.submit(ask(max_tokens=150), ear)
+            engine.submit(ask(max_tokens=150), sink)
             raise ValueError("a sink that fails")
 
-    engine.submit(ask(max_tokens=2), sink)
-    wait_for(lambda: ear.deltas, 30)
+    engine.submit(ask(max_tokens=2), relay)
+    wait_for(lambda: sink.deltas, 30)
     with pytest.raises(RequestError, match="is running"):
-        engine.submit(ask(), ear)
+        engine.submit(ask(), sink)
     engine.abort("r")
     gate.open_up()
-    assert engine.drain(30) and ear.ended == {("r", 0)}
+    assert engine.drain(30) and sink.ended == {("r", 0)}

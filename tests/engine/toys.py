@@ -124,8 +124,8 @@ def ask(id="r", prompt="Hello", max_tokens=16, **changes) -> Request:
     )
 
 
-class Ear:
-    """A sink that remembers, and objects to what no sink should ever hear."""
+class RecordingSink:
+    """A sink that records deltas, and asserts that none follows an end."""
 
     def __init__(self):
         self.deltas: list[Delta] = []
@@ -160,17 +160,17 @@ class Ear:
                 assert self.last(request.id, index).finish == finish
 
 
-def run(engine: Engine, *requests: Request, check=True) -> Ear:
+def run(engine: Engine, *requests: Request, check=True) -> RecordingSink:
     """Submit and run to the end, checking for leaks after every step."""
-    ear = Ear()
-    submit(engine, ear, *requests)
+    sink = RecordingSink()
+    submit(engine, sink, *requests)
     finish(engine, check)
-    return ear
+    return sink
 
 
-def submit(engine: Engine, ear: Ear, *requests: Request) -> None:
+def submit(engine: Engine, sink: RecordingSink, *requests: Request) -> None:
     for request in requests:
-        engine.submit(request, ear)
+        engine.submit(request, sink)
 
 
 def step(engine: Engine, times: int) -> None:

@@ -17,7 +17,7 @@ from forerun.interface.executor import window_pages_of
 from forerun.interface.grammars import NoGrammars
 from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.sampling import Sampling
-from tests.engine.toys import TOKENIZER, VOCAB, Ear, ask, make
+from tests.engine.toys import TOKENIZER, VOCAB, RecordingSink, ask, make
 from tests.parity.driver import Driver, Row, limits
 
 WINDOW = 25
@@ -43,12 +43,12 @@ class Known:
     def texts(self, request):
         key = request.prompt.tobytes(), request.sampling.seed, request.sampling.temperature
         if (*key, request.n) not in self._texts:
-            ear, engine = Ear(), make(executor=self.executor)
+            sink, engine = RecordingSink(), make(executor=self.executor)
             longest = replace(request.stopping, max_tokens=60)
-            engine.submit(replace(request, stopping=longest, id="known"), ear)
+            engine.submit(replace(request, stopping=longest, id="known"), sink)
             while engine.step_once():
                 pass
-            texts = [ear.tokens("known", index) for index in range(request.n)]
+            texts = [sink.tokens("known", index) for index in range(request.n)]
             self._texts[(*key, request.n)] = texts
         most = request.stopping.max_tokens
         return [tokens[:most] for tokens in self._texts[(*key, request.n)]]
@@ -100,7 +100,7 @@ class Schedule:
 
     def __init__(self, engine, executor, known, seed):
         self.engine, self.executor, self.known = engine, executor, known
-        self.random, self.ear, self.requests = np.random.default_rng(seed), Ear(), {}
+        self.random, self.sink, self.requests = np.random.default_rng(seed), RecordingSink(), {}
 
     def submit(self):
         pick = self.random.integers
@@ -111,7 +111,7 @@ class Schedule:
         request = ask(str(len(self.requests)), prompt, int(pick(1, 60)), **how)
         self.known.texts(request)
         self.requests[request.id] = request
-        self.engine.submit(request, self.ear)
+        self.engine.submit(request, self.sink)
 
     def run(self, requests):
         while len(self.requests) < requests:
@@ -125,20 +125,20 @@ class Schedule:
         finished(self.engine, self.executor)
         for request in self.requests.values():
             for index, expected in enumerate(self.known.texts(request)):
-                actual = self.ear.tokens(request.id, index)
-                aborted = self.ear.last(request.id, index).finish == Finish.ABORT
+                actual = self.sink.tokens(request.id, index)
+                aborted = self.sink.last(request.id, index).finish == Finish.ABORT
                 assert actual == expected[: len(actual) if aborted else None]
 
 
 def answered(engine, executor, known, *requests):
     """Run requests to their ends; returns how many tokens of each were in the prefix cache."""
-    ear = Ear()
+    sink = RecordingSink()
     for request in requests:
-        engine.submit(request, ear)
+        engine.submit(request, sink)
     finished(engine, executor)
     for request in requests:
-        assert [ear.tokens(request.id)] == known.texts(request)
-    return [ear.of(request.id)[0].cached_tokens for request in requests]
+        assert [sink.tokens(request.id)] == known.texts(request)
+    return [sink.of(request.id)[0].cached_tokens for request in requests]
 
 
 def reads_what_was_given_back(executor):

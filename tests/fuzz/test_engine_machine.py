@@ -13,7 +13,7 @@ from hypothesis.stateful import (
 
 from forerun.engine.request import Finish, Speculation
 from tests.engine.carrying import CarryingToy
-from tests.engine.toys import Ear, ask, limits, make, reference
+from tests.engine.toys import RecordingSink, ask, limits, make, reference
 
 SHAPES = st.fixed_dictionaries(
     {
@@ -55,7 +55,7 @@ class EngineMachine(RuleBasedStateMachine):
             sizes = {key: shape[key] for key in ("page_size", "slots", "max_nodes")}
             executor = CarryingToy(limits(pages=pages, **sizes))
         self.engine = make(name, pages=pages, executor=executor, overlap=overlap, **shape)
-        self.ear = Ear()
+        self.sink = RecordingSink()
         self.requests = {}
 
     @rule(
@@ -78,7 +78,7 @@ class EngineMachine(RuleBasedStateMachine):
             str(len(self.requests)), prompt, max_tokens, n=n, stop=stop, include_stop=include_stop,
             speculation=speculation, **sampling,
         )  # fmt: skip
-        self.engine.submit(request, self.ear)
+        self.engine.submit(request, self.sink)
         self.requests[request.id] = request
 
     @rule(data=st.data())
@@ -94,11 +94,11 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_was_told_is_right_so_far(self):
-        for delta in self.ear.deltas[-3:] if hasattr(self, "ear") else ():
+        for delta in self.sink.deltas[-3:] if hasattr(self, "ear") else ():
             tokens, text, _ = reference(self.requests[delta.request], delta.index)
-            emitted = self.ear.tokens(delta.request, delta.index)
+            emitted = self.sink.tokens(delta.request, delta.index)
             assert emitted == tokens[: len(emitted)]
-            assert text.startswith(self.ear.text(delta.request, delta.index))
+            assert text.startswith(self.sink.text(delta.request, delta.index))
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -113,14 +113,14 @@ class EngineMachine(RuleBasedStateMachine):
         assert load.pages_held == load.running == load.waiting == stats.failed_steps == 0
         for request in self.requests.values():
             for index in range(request.n):
-                if self.ear.last(request.id, index).finish == Finish.ABORT:
+                if self.sink.last(request.id, index).finish == Finish.ABORT:
                     continue
                 tokens, text, finish = reference(request, index)
-                assert self.ear.tokens(request.id, index) == tokens
-                assert self.ear.text(request.id, index) == text
-                assert self.ear.last(request.id, index).finish == finish
+                assert self.sink.tokens(request.id, index) == tokens
+                assert self.sink.text(request.id, index) == text
+                assert self.sink.last(request.id, index).finish == finish
                 if request.sampling.prompt_logprobs is not None:
-                    entries = self.ear.of(request.id, index)[0].prompt_logprobs
+                    entries = self.sink.of(request.id, index)[0].prompt_logprobs
                     assert [entry.token for entry in entries] == request.prompt[1:].tolist()
 
 

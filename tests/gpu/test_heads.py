@@ -11,8 +11,8 @@ from tests.models import tiny
 from tests.parity.driver import limits
 from tests.parity.heads import (
     SWITCHES,
+    RandomHead,
     Target,
-    Twin,
     compare,
     counted,
     learn,
@@ -38,19 +38,19 @@ def learned(dense, tmp_path_factory):
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 1e-3), ("bfloat16", 0.08)])
 def test_passes_are_those_of_one_token_at_a_time(dense, device, tmp_path, changes, dtype, error):
     executor = TorchExecutor(dense.checkpoint, limits(tiny.VOCAB), device, dtype)
-    compare(Twin(dense, tmp_path, changes), executor, within(error), TorchEagleModel)
+    compare(RandomHead(dense, tmp_path, changes), executor, within(error), TorchEagleModel)
 
 
 def test_served_acceptance_is_the_simulated_one(learned, folder, device):
-    twin, texts = learned
-    with closing(opened(folder("llama", layers=6), twin, device)) as target:
+    dense_head, texts = learned
+    with closing(opened(folder("llama", layers=6), dense_head, device)) as target:
         prompts = list(texts[:, :12])
         plain = serve(target, prompts, "OFF")
         served = serve(target, prompts)
     assert [item.tokens for item in served] == [item.tokens for item in plain]
     expected = np.zeros(4, int)
     for prompt, item in zip(prompts, served, strict=True):
-        expected += simulated(twin, np.concatenate([prompt, item.tokens]), len(prompt))
+        expected += simulated(dense_head, np.concatenate([prompt, item.tokens]), len(prompt))
     # A near-tie of the draft may fall the other way on another device.
     assert np.abs(np.array(counted(served)) - expected).sum() <= 0.02 * expected.sum()
 
@@ -59,11 +59,11 @@ def test_served_acceptance_is_the_simulated_one(learned, folder, device):
 @pytest.mark.parametrize("shape", [(1, 1, 1), (7, 7, 1), (15, 4, 4)])
 def test_drafting_in_rounds_is_that_of_single_passes(learned, folder, device, shape, temperature):
     """Accepted draft tokens, of texts that are the same; near-ties of the draft are forgiven."""
-    twin, texts = learned
+    dense_head, texts = learned
     runs = []
     for eager in (False, True):
         many = {"chunked_prefill_size": 256, "disable_cuda_graph": eager}
-        with closing(opened(folder("llama", layers=6), twin, device, **many)) as target:
+        with closing(opened(folder("llama", layers=6), dense_head, device, **many)) as target:
             prompts = list(texts[:4, :12])
             served = serve(target, prompts, "EAGLE", 40, temperature, **drafting(*shape))
             sizes = target.executor.describe().get("captured", ())

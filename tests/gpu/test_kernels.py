@@ -25,8 +25,8 @@ from tests.models import tiny
 from tests.parity.cuts import lost, mixed, shaping_of
 from tests.parity.driver import Driver, Row, as_draft, limits
 from tests.parity.grouped import grouped
-from tests.twins.kernels import SLOW_TWINS, attend_dense
-from tests.twins.rounds import accept, descend, grow, prepare
+from tests.references.kernels import REFERENCE_KERNELS, attend_dense
+from tests.references.rounds import accept, descend, grow, prepare
 
 ERROR = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 """Norm of the difference over the norm of the result."""
@@ -37,7 +37,7 @@ def kernels(device):
     """In a rehearsal plain torch against itself: what kernels compute is tested, interpreted, by
     tests/parity/test_triton_*.py.
     """
-    return kernels_for(torch.device(device)) or SLOW_TWINS
+    return kernels_for(torch.device(device)) or REFERENCE_KERNELS
 
 
 def step(kv_len, nodes, groups, size, device, dtype, seed=0):
@@ -261,7 +261,7 @@ def test_choices_are_the_plain_ones(kernels, device, vocab):
 
 
 @pytest.mark.parametrize("scale", [0.5, 2.0, 6.0])
-def test_cuts_are_the_twins(kernels, device, scale):
+def test_cuts_are_the_references(kernels, device, scale):
     """Of 64 rows of a vocabulary of 128k, and of some with two nodes, ties and excluded tokens."""
     vocab = 128256 if device != "cpu" else 9001
     draw = torch.Generator(device).manual_seed(5)
@@ -278,7 +278,7 @@ def test_cuts_are_the_twins(kernels, device, scale):
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "float8"])
 @pytest.mark.parametrize(("shape", "group"), [((1536, 4096), 128), ((320, 1000), 1000)])
-def test_products_of_few_bits_are_the_twins(kernels, device, kind, shape, group):
+def test_products_of_few_bits_are_the_references(kernels, device, kind, shape, group):
     """In any number of rows, a row with the same bits alone and in company; the gate, too."""
     made, _ = grouped(kind, shape, group, kind == "int4")
     weight, by = loaded([made], torch.device(device)), kernels.parts.few_bits

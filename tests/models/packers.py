@@ -1,5 +1,5 @@
 """Matrices in the formats of quantised checkpoints, written one number at a time from the formats'
-definitions, and what they stand for. The slow twin of forerun/checkpoints/quantised/matrices.py.
+definitions, and what they stand for. The reference of forerun/checkpoints/quantised/matrices.py.
 """
 
 import json

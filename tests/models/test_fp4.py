@@ -12,8 +12,8 @@ from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.errors import ModelError
 from forerun.executors.cpu import CpuExecutor, available
 from forerun.executors.torch import TorchExecutor
+from tests.cpu.reference import forward
 from tests.cpu.test_logits import SAME, distance, logits_of
-from tests.cpu.twin import forward
 from tests.models import tiny
 from tests.parity.driver import limits
 
@@ -56,7 +56,7 @@ def test_experts_are_the_numbers_of_transformers(tmp_path):
 
 
 def test_logits(tmp_path, random):
-    """On torch those of transformers; on the core, in 4 bits, those of the slow twin."""
+    """On torch those of transformers; on the core, in 4 bits, those of the reference."""
     folder, hf = saved(tmp_path)
     checkpoint, tokens = FolderCheckpoint(folder), random.integers(0, tiny.VOCAB, 60)
     with torch.no_grad():

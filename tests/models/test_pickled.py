@@ -265,10 +265,10 @@ def test_storages_that_overlap_are_refused(tmp_path):
     """Two entries of the archive's table that point to the same bytes."""
 
     def twice(made):
-        twin = made.infolist()[-1]
+        entry = made.infolist()[-1]
         copy = zipfile.ZipInfo("archive/data/1")
         for field in ("header_offset", "file_size", "compress_size", "CRC"):
-            setattr(copy, field, getattr(twin, field))
+            setattr(copy, field, getattr(entry, field))
         made.filelist.append(copy)
         made.NameToInfo[copy.filename] = copy
 

@@ -50,12 +50,12 @@ def test_every_format_says_the_same(tmp_path):
             assert read_token_map(path, VOCAB).tolist() == sorted(set(ids))
 
 
-class Evil:
+class Call:
     def __reduce__(self):
         return print, ("executed",)
 
 
-@pytest.mark.parametrize("held", [Evil(), [1, Evil()], {"a": 1}, (1, 2), [1.5], ["x"], [[1]], 7])
+@pytest.mark.parametrize("held", [Call(), [1, Call()], {"a": 1}, (1, 2), [1.5], ["x"], [[1]], 7])
 def test_nothing_else_is_read_and_nothing_is_executed(tmp_path, held, capsys):
     path = archive(tmp_path / "x.pt", pickle.dumps(held, 2))
     with pytest.raises(ModelError, match="not a plain list of token ids"):

@@ -12,7 +12,7 @@ from forerun.executors.torch import model_runner
 from forerun.executors.torch.group import Group
 from forerun.executors.torch.parallel import rank, rounds
 from tests.parity.tape import Tape
-from tests.twins.kernels import SLOW_TWINS
+from tests.references.kernels import REFERENCE_KERNELS
 
 GROUPS = {}
 
@@ -44,7 +44,7 @@ class Eager(Tape):
 
 
 if __name__ == "__main__":
-    model_runner.kernels_for = lambda device: SLOW_TWINS
+    model_runner.kernels_for = lambda device: REFERENCE_KERNELS
     rank.Group = Recorded
     tape = Eager()
     rounds.recorder = lambda device: tape

@@ -1,13 +1,13 @@
 import pytest
 
 from forerun.executors.torch.parallel import processes
-from tests.forked import Nursery
+from tests.forked import ForkServer
 
 
 @pytest.fixture(scope="session")
 def nursery():
     """It has imported what ranks import."""
-    with Nursery("tests.parallel.captured_rank") as made:
+    with ForkServer("tests.parallel.captured_rank") as made:
         yield made
 
 

@@ -19,11 +19,11 @@ from forerun.executors.torch.parallel import executor
 from forerun.executors.torch.parallel.processes import Ranks
 from forerun.options.config import EngineConfig
 from tests.covering import every, some_of, values
-from tests.e2e.drafts import Hinted, make
+from tests.e2e.drafts import HintedModel, make
 from tests.models import tiny
 from tests.parallel.captured_rank import Recorded
 from tests.parity.tape import Tape
-from tests.twins.kernels import SLOW_TWINS
+from tests.references.kernels import REFERENCE_KERNELS
 from tests.worlds.answers import OFF, answered, tokens
 
 COMMAND = (sys.executable, "-m", "tests.parallel.captured_rank")
@@ -77,7 +77,7 @@ def recorded(said):
         return partial(kind_of(limits), command=COMMAND)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "kernels_for", lambda device: SLOW_TWINS)
+        patch.setattr(model_runner, "kernels_for", lambda device: REFERENCE_KERNELS)
         patch.setattr(of_one, "recorder", lambda device: tape)
         patch.setattr(executor, "Group", Recorded)
         patch.setattr(Ranks, "send", counted)
@@ -195,7 +195,7 @@ def test_a_draft_model_drafts_between_rounds(made, algorithm, draft, width, size
         expected, _ = texts(one, OFF, ROUNDS)
     sent = Counter()
     with captured(sent, config(made / "target", tp_size=size, **drafts)) as (target, tape):
-        hinted = Hinted(target.draft_model, (), 0)
+        hinted = HintedModel(target.draft_model, (), 0)
         hinted._texts = [prompt_of(place) + actual for place, actual in enumerate(expected)]
         drafting = replace(target, draft_model=hinted)
         sent.clear()

@@ -21,7 +21,7 @@ from tests.models import tiny
 from tests.parallel.test_methods import on_ranks, same_texts
 from tests.parallel.test_parts import bytes_read
 from tests.parity.interpreted import load
-from tests.twins.kernels import grouped_loop
+from tests.references.kernels import grouped_loop
 
 MODELS = {
     "qwen2_moe": {"num_experts": 4},

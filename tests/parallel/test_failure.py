@@ -154,7 +154,7 @@ def test_rank_0_that_fails_in_a_step_ends_the_others(served, monkeypatch):
     assert over(pid) and not engine.alive
 
 
-class Never:
+class NeverDone:
     """What is never done."""
 
     def wait(self, patience):
@@ -164,7 +164,7 @@ class Never:
         return False
 
 
-class Deaf:
+class LossyGroup:
     """A rank's group: what it has to say is said, and what comes to it is lost."""
 
     def __init__(self, group):
@@ -172,13 +172,13 @@ class Deaf:
 
     def allgather(self, *what):
         self.group.allgather(*what).wait()
-        return Never()
+        return NeverDone()
 
 
 def test_what_nobody_will_get_is_not_waited_for(served, monkeypatch):
     """Rank 1 has what it waits for and is at the next sum; rank 0 gets nothing, and no error."""
     target, engine, pid = served
-    monkeypatch.setattr(target.executor.shared, "_group", Deaf(target.executor.shared._group))
+    monkeypatch.setattr(target.executor.shared, "_group", LossyGroup(target.executor.shared._group))
     news = SimpleQueue()
     engine.submit(make_request(np.arange(5, dtype=np.int32), max_tokens=5), news.put)
     error = last_of(news).error
@@ -190,7 +190,7 @@ def test_what_nobody_will_get_is_not_waited_for(served, monkeypatch):
     assert over(pid) and not engine.alive
 
 
-class Endless:
+class StuckGroup:
     """A group whose end waits for what it sends to a rank that is gone."""
 
     def __init__(self, gone):
@@ -204,7 +204,7 @@ def test_a_group_whose_end_waits_holds_nobody_up(monkeypatch):
     monkeypatch.setattr(group, "END_SECONDS", 0.01)
     gone = threading.Event()
     ranks = group.Group.__new__(group.Group)
-    ranks._on_cpu, ranks._group, others = True, Endless(gone), {*threading.enumerate()}
+    ranks._on_cpu, ranks._group, others = True, StuckGroup(gone), {*threading.enumerate()}
     ranks.close()
     ranks.close()
     ends = [one for one in threading.enumerate() if one.name == "forerun-gloo-end"]

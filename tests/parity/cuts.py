@@ -60,8 +60,8 @@ def mixed(vocab):
 
 
 def lost(logits, settings, shaping, kept):
-    """float64[R,N]: the mass, among what the twin keeps, of tokens that were cut otherwise. None
-    may be where top_p does not cut.
+    """float64[R,N]: the mass, among what the reference keeps, of tokens that were cut otherwise.
+    None may be where top_p does not cut.
     """
     expected = shaped(logits, shaping, None)
     differ = kept != expected

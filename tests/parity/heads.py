@@ -81,7 +81,7 @@ class Target:
         return tokens
 
 
-class Twin:
+class RandomHead:
     """A random head with the given switches, on disk and run one token at a time."""
 
     def __init__(self, dense, folder, changes, ids=range(0, tiny.VOCAB, 2)):
@@ -205,11 +205,11 @@ def within(error):
     return close
 
 
-def compare(twin, executor, close, model):
+def compare(dense_head, executor, close, model):
     """Two rows of different length, across blocks and pages, in chunks; then a tree each. `close`
-    asserts that log-probabilities [...,Vd] are those of the twin.
+    asserts that log-probabilities [...,Vd] are those of the dense head.
     """
-    device = model(executor, twin.dense.checkpoint, twin.draft)
+    device = model(executor, dense_head.dense.checkpoint, dense_head.draft)
     random = np.random.default_rng(1)
     texts = {2: random.integers(0, tiny.VOCAB, 150), 0: random.integers(0, tiny.VOCAB, 21)}
     with Driver(executor) as driver:
@@ -239,22 +239,22 @@ def compare(twin, executor, close, model):
         third = level([f, f], [5, 8], [0, 1, 2], rows, first=10)
         levels.append(by_id(device.expand(third)))
     for index, (slot, text) in enumerate(texts.items()):
-        expected = twin.log_probs(text, 1)[0, : len(text) - 1]
+        expected = dense_head.log_probs(text, 1)[0, : len(text) - 1]
         close(np.concatenate(actual[slot]), expected.numpy())
         for which, node, path in [
             (0, 2 * index, [a]), (0, 2 * index + 1, [b]), (1, 3 * index, [a, c]),
             (1, 3 * index + 1, [b, d]), (1, 3 * index + 2, [b, e]), (2, index, [b, d, f]),
         ]:  # fmt: skip
             # The features of a draft token do not exist yet: whatever stands there must not matter.
-            wanted = twin.log_probs([*text, *path], len(path) + 1, only=len(text) - 2)
+            wanted = dense_head.log_probs([*text, *path], len(path) + 1, only=len(text) - 2)
             wanted = wanted[len(path), len(text) - 2].numpy()
             close(levels[which][node], wanted)
     executor.shutdown()
 
 
-def check_few_children(twin, executor, model):
-    """The best few of a token are the first of all, bit for bit; all of them, and the twin's."""
-    device, text = model(executor, twin.dense.checkpoint, twin.draft), random_text(40)
+def check_few_children(dense_head, executor, model):
+    """The best few of a token are the first of all, bit for bit; all, and the dense head's."""
+    device, text = model(executor, dense_head.dense.checkpoint, dense_head.draft), random_text(40)
     with Driver(executor) as driver:
         driver.open(1, text[:-1])
         features = driver.step([Row(1)]).outcome.features
@@ -265,18 +265,19 @@ def check_few_children(twin, executor, model):
     assert few.ids.shape == (2, 3) and few.ids.dtype == np.int32
     assert (few.ids == every.ids[:, :3]).all()
     assert (few.log_probs == every.log_probs[:, :3]).all()
-    return by_id(every), twin.log_probs(text, 1)[0, [4, 38]].numpy()
+    return by_id(every), dense_head.log_probs(text, 1)[0, [4, 38]].numpy()
 
 
 def random_text(length):
     return np.random.default_rng(3).integers(0, tiny.VOCAB, length)
 
 
-def check_refusals(twin, executor, model, unread=None):
+def check_refusals(dense_head, executor, model, unread=None):
     """Whatever is out of range, missing, or not for a model that goes level by level; of an
     extension's fields but `unread`.
     """
-    device, one = model(executor, twin.dense.checkpoint, twin.draft), np.ones(1, np.int32)
+    device = model(executor, dense_head.dense.checkpoint, dense_head.draft)
+    one = np.ones(1, np.int32)
     with Driver(executor) as driver:
         driver.open(0, [1, 2, 3])
         features = driver.step([Row(0)]).outcome.features
@@ -319,7 +320,7 @@ def check_refusals(twin, executor, model, unread=None):
 # --- served ----------------------------------------------------------------------------------
 
 
-def _unrolled(twin, features, texts, steps):
+def _unrolled(dense_head, features, texts, steps):
     """Logits [B,T,Vd] of `steps` draft tokens after each token, as training computes them."""
     length, keys, values = texts.shape[1], [], []
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
@@ -338,13 +339,13 @@ def _unrolled(twin, features, texts, steps):
             mixed = mixed + weights[..., length + index, None] * value
         return mixed.transpose(1, 2)
 
-    hidden = twin.head.fuse(features)
+    hidden = dense_head.head.fuse(features)
     for step in range(steps):
         places = torch.arange(length)
-        turn = rotation(places + step, twin.frequencies, 1.0)
+        turn = rotation(places + step, dense_head.frequencies, 1.0)
         tokens = texts[:, (places + step + 1).clamp(max=length - 1)]
-        read, hidden = twin.head(tokens, twin.embed, hidden, turn, attend)
-        yield twin.head.logits(read)
+        read, hidden = dense_head.head(tokens, dense_head.embed, hidden, turn, attend)
+        yield dense_head.head.logits(read)
 
 
 def learn(dense, folder, begin=None):
@@ -362,43 +363,44 @@ def learn(dense, folder, begin=None):
     sampled = [Sampling(0.8, seed=n) for n in SAMPLED]
     answers = dense.continued(prompts[: len(sampled)], 40, sampled)
     ids = torch.cat([texts.flatten(), answers.flatten()]).unique()
-    twin = Twin(dense, folder, {}, ids.tolist())
+    dense_head = RandomHead(dense, folder, {}, ids.tolist())
     # As long as the others; what is behind their ends is not learnt.
     padding = 0, texts.shape[1] - answers.shape[1]
     read = torch.cat([texts[::2], F.pad(answers, padding)])
-    features, _ = dense.run(read, twin.head.head.features)
+    features, _ = dense.run(read, dense_head.head.head.features)
     wanted = torch.bucketize(read, ids)
     wanted[-len(answers) :, answers.shape[1] :] = -100
-    for parameter in twin.head.parameters():
+    for parameter in dense_head.head.parameters():
         if parameter.dim() == 2:
             parameter.data *= 0.4
-    twin.head.lm_head.weight.data.copy_(dense.head[ids])
-    twin.head.lm_head.weight.requires_grad_(False)
-    optimiser = torch.optim.AdamW([p for p in twin.head.parameters() if p.requires_grad], lr=6e-3)
+    dense_head.head.lm_head.weight.data.copy_(dense.head[ids])
+    dense_head.head.lm_head.weight.requires_grad_(False)
+    trained = [p for p in dense_head.head.parameters() if p.requires_grad]
+    optimiser = torch.optim.AdamW(trained, lr=6e-3)
     for _ in range(80):
         loss = sum(
             F.cross_entropy(
                 logits[:, behind - step - 2 : -step - 2].flatten(0, 1), wanted[:, behind:].flatten()
             )
-            for step, logits in enumerate(_unrolled(twin, features, read, 3))
+            for step, logits in enumerate(_unrolled(dense_head, features, read, 3))
         )
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-    for parameter in twin.head.parameters():
+    for parameter in dense_head.head.parameters():
         parameter.data.copy_(parameter.data.bfloat16())
-    twin.export()
-    return twin, texts.numpy().astype(np.int32)
+    dense_head.export()
+    return dense_head, texts.numpy().astype(np.int32)
 
 
-def opened(folder, twin, device="cpu", **changes):
-    """The target with the twin's head, in float32."""
-    return open_target(opened_config(folder, twin, device, **changes))
+def opened(folder, dense_head, device="cpu", **changes):
+    """The target with the dense head, in float32."""
+    return open_target(opened_config(folder, dense_head, device, **changes))
 
 
-def opened_config(folder, twin, device="cpu", **changes):
+def opened_config(folder, dense_head, device="cpu", **changes):
     room = {"max_sequences": 6, "chunked_prefill_size": 64, "threads": None, "device": device}
-    return small(folder, draft=twin.folder, **room | changes)
+    return small(folder, draft=dense_head.folder, **room | changes)
 
 
 def serve(target, prompts, speculation="EAGLE", tokens=60, temperature=0.0, **changes):
@@ -420,13 +422,13 @@ def serve(target, prompts, speculation="EAGLE", tokens=60, temperature=0.0, **ch
         engine.shutdown()
 
 
-def simulated(twin, text, prompt_len, depth=3):
+def simulated(dense_head, text, prompt_len, depth=3):
     """Steps by number of accepted draft tokens of a greedy chain, from the unrolled forward."""
     known = torch.from_numpy(np.array([text], np.int64))
     with torch.no_grad():
-        features = twin.dense.run(known, twin.head.head.features)[0]
-        logits = [each[0].argmax(-1) for each in _unrolled(twin, features, known, depth)]
-    best = twin.ids[torch.stack(logits).numpy()]
+        features = dense_head.dense.run(known, dense_head.head.head.features)[0]
+        logits = [each[0].argmax(-1) for each in _unrolled(dense_head, features, known, depth)]
+    best = dense_head.ids[torch.stack(logits).numpy()]
     counts = [0] * (depth + 1)
     decided = prompt_len + 1
     counts[0] += 1  # The prompt's own step.

@@ -272,7 +272,7 @@ def kernels():
     )
 
 
-class Nothing(CudaRecorder):
+class NoCapture(CudaRecorder):
     """Captures nothing."""
 
     def __init__(self):
@@ -358,7 +358,7 @@ def count(setting: Setting, size: Size, rows: int = 0) -> Launches:
     cache = PagedCache(shape, limits, META, DTYPE)
     mode = Launches()
     runner = CudaGraphRunner(
-        *(decoder(arch, setting.numbers), cache, limits, kernels(), Nothing()),
+        *(decoder(arch, setting.numbers), cache, limits, kernels(), NoCapture()),
         overlap=setting.carries,
     )
     if arch.recurrent is not None:
@@ -382,7 +382,7 @@ def count(setting: Setting, size: Size, rows: int = 0) -> Launches:
 
 
 @dataclass(frozen=True)
-class Beside:
+class TargetStub:
     """What a draft model asks of the executor beside which it runs."""
 
     limits: ExecutorLimits
@@ -398,7 +398,7 @@ class Beside:
         self.runner.request_aux_hidden_states(layers, ring)
 
 
-class Unread(Weights):
+class ShapeOnlyWeights(Weights):
     """Of a draft: shapes alone."""
 
     def _fill(self, out, name):
@@ -428,7 +428,7 @@ def prediction_layer(beside, arch):
     shapes |= {draft.own(0, part): shape for part, shape in parts.items()}
     held = {n: SimpleNamespace(piece=SimpleNamespace(shape=s)) for n, s in shapes.items()}
     draft = replace(draft, files=held)
-    with patch.object(prediction_model, "Weights", Unread):
+    with patch.object(prediction_model, "Weights", ShapeOnlyWeights):
         return prediction_model.TorchPredictionModel(beside, draft)
 
 
@@ -439,7 +439,7 @@ def smaller(beside, arch):
     return decoder_model.TorchDecoderModel(beside, draft)
 
 
-class UnreadBlock(BlockFile):
+class ShapeOnlyBlock(BlockFile):
     """Of a block drafter: what its pairs read has its shape alone."""
 
     def tensor(self, name):
@@ -467,7 +467,7 @@ def block(beside, arch, **changes):
         module = BlockDrafter(head, kernels().parts).to(DTYPE).requires_grad_(False)
     for layer in module.layers:
         loading.stack(layer)
-    draft = UnreadBlock(Path(), head, np.arange(arch.vocab, dtype=np.int32), (), {})
+    draft = ShapeOnlyBlock(Path(), head, np.arange(arch.vocab, dtype=np.int32), (), {})
     with patch.object(block_model, "for_serving", lambda *_: module):
         return block_model.TorchBlockModel(beside, RandomCheckpoint(arch), draft)
 
@@ -498,7 +498,7 @@ DRAFTS = {
 
 def attach(runner, limits, method):
     """A draft model."""
-    beside = Beside(limits, runner._decoder, kernels(), runner)
+    beside = TargetStub(limits, runner._decoder, kernels(), runner)
     modules = loading, block_drafting
     with ExitStack() as stack:
         for module in modules:

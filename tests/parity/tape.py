@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forerun.executors.torch import TorchExecutor, executor, model_runner
 from forerun.executors.torch.captured.graphs import CudaRecorder
 from tests.parity.heads import opened
-from tests.twins.kernels import SLOW_TWINS
+from tests.references.kernels import REFERENCE_KERNELS
 
 aten = torch.ops.aten
 WAITS = {
@@ -365,7 +365,7 @@ class Tape(CudaRecorder):
         super().warm(watched)
 
 
-def on_tape(patch, tape=None, kernels=SLOW_TWINS, warm=True):
+def on_tape(patch, tape=None, kernels=REFERENCE_KERNELS, warm=True):
     """Torch executors that are made while `patch` holds (a MonkeyPatch) run rounds, as on a device:
     on this tape, or one each, with these kernels. warm: what is declared is captured at once.
     """
@@ -375,11 +375,11 @@ def on_tape(patch, tape=None, kernels=SLOW_TWINS, warm=True):
         patch.setattr(TorchExecutor, "warm_up", lambda *_: None)
 
 
-def taped(folder, twin, tape=None, overlap=False, **changes):
+def taped(folder, dense_head, tape=None, overlap=False, **changes):
     """A target and its head with rounds that a tape captures when they come up, none before.
     overlap: whether they can go on from each other; engines that do so say so.
     """
     with pytest.MonkeyPatch.context() as patch:
         on_tape(patch, tape, warm=False)
-        target = opened(folder, twin, overlap=overlap, **changes)
+        target = opened(folder, dense_head, overlap=overlap, **changes)
         return replace(target, config=replace(target.config, overlap=False))

@@ -1,5 +1,5 @@
-"""Attention over chains, trees and blocks of pages: eager, by the kernels' twin, and by the Triton
-kernels (interpreted on the CPU), each against the reference of tests/twins/verify.py.
+"""Attention over chains, trees and blocks of pages: eager, by the kernels' reference, and by the
+Triton kernels (interpreted on the CPU), each against the reference of tests/references/verify.py.
 """
 
 from dataclasses import replace
@@ -25,9 +25,9 @@ from forerun.speculative.verify import positions
 from tests.covering import every, rarely, thinned, values
 from tests.parity.driver import limits
 from tests.parity.interpreted import load
+from tests.references import verify
+from tests.references.kernels import attend_dense
 from tests.speculative.worlds import as_draft, drafts, paths, plan_of
-from tests.twins import verify
-from tests.twins.kernels import attend_dense
 
 SIZE = 16
 
@@ -157,7 +157,7 @@ SPECS = st.builds(
 )
 PROGRAMS = {
     "eager": lambda pages, parts, spec: pages.ours(spec),
-    "twin": lambda pages, parts, spec: both(pages, parts, spec)[1],
+    "reference": lambda pages, parts, spec: both(pages, parts, spec)[1],
     "triton": lambda pages, parts, spec: both(pages, parts, spec)[0],
 }
 """(pages, parts of every tile's prefix, spec) -> context."""
@@ -195,14 +195,14 @@ def test_eager_attention_equals_the_reference(**shape):
 @settings(max_examples=3)
 @given(**SHAPES | {"spec": st.none()})
 def test_kernels_equal_the_reference(**shape):
-    equals_the_reference(["twin", "triton"], **shape)
+    equals_the_reference(["reference", "triton"], **shape)
 
 
 @pytest.mark.slow
 @settings(max_examples=8)
 @given(**SHAPES | {"spec": SPECS})
 def test_kernels_with_windows_and_caps_equal_the_reference(**shape):
-    equals_the_reference(["twin", "triton"], **shape)
+    equals_the_reference(["reference", "triton"], **shape)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ POISONED = every(PROGRAMS, ["keys", "values"], [np.nan, np.inf, -np.inf])
     rarely(
         POISONED,
         [cell for cell in POISONED if cell[0] == "eager"]
-        + [("twin", "keys", np.nan), ("triton", "keys", np.inf), ("triton", "values", np.nan)],
+        + [("reference", "keys", np.nan), ("triton", "keys", np.inf), ("triton", "values", np.nan)],
         None,
     ),
 )
@@ -383,7 +383,7 @@ def test_narrow_inputs(dtype):
     ("dtype", "parts"), thinned(every([torch.float32, torch.bfloat16], [1, 4]), values)
 )
 def test_float8_pages(dtype, parts):
-    """Kernel and twins see the same narrow numbers, which are nearly the wide ones."""
+    """Kernel and reference see the same narrow numbers, which are nearly the wide ones."""
     trees = batch([np.zeros(3, np.int32)] * 2, [as_draft([1, 2, 3, 4], [-1, -1, 0, 2])] * 2)
     pages = Pages([70, 5], trees, 6, 2, 16, 0, FLOAT8)
     keys, values = pages.cache.layers[0]

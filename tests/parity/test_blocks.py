@@ -28,7 +28,7 @@ from tests.parity.blocks import (
 )
 
 NO_CORE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
-NOBODY = np.zeros(0, np.int32)
+NO_ROWS = np.zeros(0, np.int32)
 LENGTHS = 23, 9
 
 
@@ -104,7 +104,7 @@ def extended(model, draft, texts, pages):
                 kv_len=done[rows],
                 slots=rows.astype(np.int32),
                 pages=pages[rows],
-                scored=NOBODY,
+                scored=NO_ROWS,
                 candidates=1,
             ),
             HostFeatures(given) if isinstance(model, CpuBlockModel) else on_torch(given),

@@ -35,8 +35,8 @@ from tests.models import tiny
 from tests.parity.conftest import QUICK
 from tests.parity.driver import limits
 from tests.parity.interpreted import load
+from tests.references import rounds as references
 from tests.speculative.worlds import drafts
-from tests.twins import rounds as twins
 from tests.worlds.choices import (
     MIXED,
     POSITIONS,
@@ -88,7 +88,7 @@ def cores(checkpoint):
 
 PROGRAMS = {
     "torch": choices,
-    "twin": lambda logits, cases: twins.choose(torch.from_numpy(logits), noise_of(cases)),
+    "reference": lambda logits, cases: references.choose(torch.from_numpy(logits), noise_of(cases)),
     "triton": lambda logits, cases: triton.choose(torch.from_numpy(logits), noise_of(cases)),
     "jax": lambda logits, cases, *allowed: CHOOSE(logits, node_sampling(cases), *allowed),
 }
@@ -277,7 +277,7 @@ def executor(checkpoint):
     return TorchExecutor(checkpoint("llama"), limits(tiny.VOCAB))
 
 
-def test_the_executors_text_is_the_slow_twins(executor, monkeypatch):
+def test_the_executors_text_is_the_references(executor, monkeypatch):
     fast = text(executor, MIXED)
     monkeypatch.setattr(executor, "sampler", HostSampler(executor.limits.slots, tiny.VOCAB))
     assert fast == text(executor, MIXED)
@@ -360,7 +360,7 @@ def test_near_ties_are_decided_by_the_exact_noise(spoiled, monkeypatch):
 @given(draft=drafts(), data=st.data())
 @settings(max_examples=150)
 def test_the_walk_is_the_hosts(draft, data):
-    """Any tree, twins among children included, any choices, rows that are not decided."""
+    """Any tree, equal children included, any choices, rows that are not decided."""
     trees = batch([np.array([3], np.int32)], [draft])
     count, room = len(trees.tokens), 16
     if count > room:

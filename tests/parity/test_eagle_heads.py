@@ -27,7 +27,7 @@ from tests.models import tiny
 from tests.parity.driver import Driver, Row, chain_draft, limits
 from tests.parity.heads import (
     SWITCHES,
-    Twin,
+    RandomHead,
     check_few_children,
     check_refusals,
     compare,
@@ -95,40 +95,41 @@ def made(executors):
     ],
 )
 def test_extensions_and_trees_are_the_unrolled_forward(dense, executors, tmp_path, name, changes):
-    twin = Twin(dense, tmp_path, changes)
+    dense_head = RandomHead(dense, tmp_path, changes)
     if (name, changes) == ("cpu", NARROW):
         with pytest.raises(ModelError, match="width"):
-            CpuEagleModel(executors(name), dense.checkpoint, twin.draft)
+            CpuEagleModel(executors(name), dense.checkpoint, dense_head.draft)
         return
-    compare(twin, executors(name), CLOSE[name], MODELS[name])
+    compare(dense_head, executors(name), CLOSE[name], MODELS[name])
 
 
 @pytest.mark.parametrize("name", [pytest.param("cpu", marks=NATIVE), "torch"])
 def test_few_children_are_the_best_of_all(dense, executors, tmp_path, name):
     """In 8 bits; in bfloat16, in which it is still the same head."""
     executor = executors(name, dtype="bfloat16")
-    twin = Twin(dense, tmp_path, {})
-    pairs = check_few_children(twin, executor, MODELS[name])
+    dense_head = RandomHead(dense, tmp_path, {})
+    pairs = check_few_children(dense_head, executor, MODELS[name])
     if name == "cpu":
         near(*pairs)
         return
     for actual, wanted in zip(*pairs, strict=True):
         assert np.corrcoef(actual, wanted)[0, 1] > 0.99
-    assert TorchEagleModel(executor, dense.checkpoint, twin.draft).describe()["draft_cache_bytes"]
+    opened = TorchEagleModel(executor, dense.checkpoint, dense_head.draft)
+    assert opened.describe()["draft_cache_bytes"]
 
 
 @pytest.mark.parametrize("name", [pytest.param("cpu", marks=NATIVE), "torch"])
 def test_bad_passes_are_refused(dense, executors, tmp_path, name):
     """By name. On the core only what follows a token is read of an extension."""
-    twin = Twin(dense, tmp_path, {})
-    check_refusals(twin, executors(name), MODELS[name], "tokens" if name == "cpu" else None)
+    dense_head = RandomHead(dense, tmp_path, {})
+    check_refusals(dense_head, executors(name), MODELS[name], "tokens" if name == "cpu" else None)
 
 
 def test_torch_names_parents_and_nodes(dense, executors, tmp_path):
-    executor, twin = executors("torch"), Twin(dense, tmp_path, {})
+    executor, dense_head = executors("torch"), RandomHead(dense, tmp_path, {})
     one, rows = np.ones(1, np.int32), [(0, 2, [0])]
     with pytest.raises(EngineError, match="refused: parents"):
-        device = TorchEagleModel(executor, dense.checkpoint, twin.draft)
+        device = TorchEagleModel(executor, dense.checkpoint, dense_head.draft)
         device.expand(level([5], one, [0, 1], rows))
     with Driver(executor) as driver:
         driver.open(0, [1, 2, 3])
@@ -139,14 +140,14 @@ def test_torch_names_parents_and_nodes(dense, executors, tmp_path):
 
 
 def test_a_narrow_head_without_its_embedding_is_refused(dense, executors, tmp_path):
-    twin = Twin(dense, tmp_path, {"hidden": 48, "trained_head": True})
+    dense_head = RandomHead(dense, tmp_path, {"hidden": 48, "trained_head": True})
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     del tensors["embed_tokens.weight"]
     save_file(tensors, file)
     executor = executors("torch")
     with pytest.raises(ModelError, match="needs embed_tokens"):
-        TorchEagleModel(executor, dense.checkpoint, open_draft(tmp_path, twin.dense.arch))
+        TorchEagleModel(executor, dense.checkpoint, open_draft(tmp_path, dense_head.dense.arch))
 
 
 # --- on the core ---------------------------------------------------------------------------------
@@ -154,7 +155,7 @@ def test_a_narrow_head_without_its_embedding_is_refused(dense, executors, tmp_pa
 
 @NATIVE
 def test_features_of_nodes_that_there_were_not_are_refused(dense, made, tmp_path):
-    device = CpuEagleModel(made, dense.checkpoint, Twin(dense, tmp_path, {}).draft)
+    device = CpuEagleModel(made, dense.checkpoint, RandomHead(dense, tmp_path, {}).draft)
     with Driver(made) as driver:
         driver.open(1, [3, 4])
         features = driver.step([Row(1)]).outcome.features
@@ -166,7 +167,7 @@ def test_features_of_nodes_that_there_were_not_are_refused(dense, made, tmp_path
 
 @NATIVE
 def test_a_draft_token_beyond_the_context_is_refused(dense, made, tmp_path):
-    device = CpuEagleModel(made, dense.checkpoint, Twin(dense, tmp_path, {}).draft)
+    device = CpuEagleModel(made, dense.checkpoint, RandomHead(dense, tmp_path, {}).draft)
     last = made.limits.context - 1
     rows = [(0, last, list(range(-(-last // made.limits.page_size))))]
     device.expand(level([5], np.full(1, -1, np.int32), [0, 1], rows))
@@ -177,7 +178,7 @@ def test_a_draft_token_beyond_the_context_is_refused(dense, made, tmp_path):
 @NATIVE
 def test_chunks_and_company_change_no_bit(dense, made, tmp_path):
     """The same positions give the same draft, extended at once or in pieces."""
-    drafts, draft = [], Twin(dense, tmp_path, {}).draft
+    drafts, draft = [], RandomHead(dense, tmp_path, {}).draft
     tokens = np.random.default_rng(2).integers(0, tiny.VOCAB, 13).astype(np.int32)
     for chunks in ((13,), (5, 4, 4), (1, 1, 10, 1)):
         model = CpuEagleModel(made, dense.checkpoint, draft)
@@ -199,7 +200,7 @@ def test_chunks_and_company_change_no_bit(dense, made, tmp_path):
 @pytest.mark.parametrize("changes", [{}, {"feature_norm": "each"}, EAGLE_1])
 def test_features_that_were_kept_do_as_well(dense, made, tmp_path, changes):
     """What a head that lags gets later is what it would have got at once, bit for bit."""
-    device = CpuEagleModel(made, dense.checkpoint, Twin(dense, tmp_path, changes).draft)
+    device = CpuEagleModel(made, dense.checkpoint, RandomHead(dense, tmp_path, changes).draft)
     tokens = np.random.default_rng(2).integers(0, tiny.VOCAB, 9)
     with Driver(made) as driver:
         driver.open(1, tokens[:-1])
@@ -221,7 +222,7 @@ def test_features_that_were_kept_do_as_well(dense, made, tmp_path, changes):
 @NATIVE
 def test_a_ring_holds_features_of_its_own_width(dense, made, tmp_path):
     """The core writes into it: other features leave it alone."""
-    CpuEagleModel(made, dense.checkpoint, Twin(dense, tmp_path, {}).draft)
+    CpuEagleModel(made, dense.checkpoint, RandomHead(dense, tmp_path, {}).draft)
     library, ring = made.model._library, made.model.ring.values
     at, width = ring.ctypes.data, ring.shape[1]
     with pytest.raises(EngineError, match="features of another width"):
@@ -240,7 +241,7 @@ def test_a_ring_holds_features_of_its_own_width(dense, made, tmp_path):
 
 @NATIVE
 def test_a_draft_of_more_layers_is_refused(dense, made, tmp_path):
-    draft = Twin(dense, tmp_path, {}).draft
+    draft = RandomHead(dense, tmp_path, {}).draft
     about = {name: getattr(draft.head, name) for name in draft.head.__dataclass_fields__}
     deeper = SimpleNamespace(**about, cache=draft.head.cache * 3)
     with pytest.raises(ModelError, match="runs drafts of one EAGLE layer, not of 3; use the torch"):
@@ -249,7 +250,7 @@ def test_a_draft_of_more_layers_is_refused(dense, made, tmp_path):
 
 @NATIVE
 def test_a_token_map_keeps_some_rows_of_an_eagle_1_head(dense, made, tmp_path):
-    draft = Twin(dense, tmp_path, EAGLE_1).draft
+    draft = RandomHead(dense, tmp_path, EAGLE_1).draft
     kept = np.arange(1, tiny.VOCAB, 3, dtype=np.int32)
     given = np.random.default_rng(0).normal(size=(6, dense.arch.hidden)).astype(np.float16)
     tokens, drafts = np.arange(3, 10, dtype=np.int32), []
@@ -267,7 +268,7 @@ def test_a_token_map_keeps_some_rows_of_an_eagle_1_head(dense, made, tmp_path):
 
 def test_a_head_with_its_own_vocabulary_takes_no_token_map(dense, tmp_path):
     with pytest.raises(ModelError, match="its own draft vocabulary"):
-        Twin(dense, tmp_path, {}).draft.limited(np.arange(5, dtype=np.int32))
+        RandomHead(dense, tmp_path, {}).draft.limited(np.arange(5, dtype=np.int32))
 
 
 # --- served --------------------------------------------------------------------------------------

@@ -35,18 +35,18 @@ def test_the_same_as_transformers_and_alone(checkpoint, quickly, kind, family):
     random = np.random.default_rng(3)
     texts = [random.integers(8, 250, n).astype(np.uint8).tobytes() for n in LENGTHS]
     requests = [embed(f"{p}{i}", text, p) for p in ("mean", "last") for i, text in enumerate(texts)]
-    ear = run(make(executor=executor), *requests, ask("text", "Hello"), check=False)
+    sink = run(make(executor=executor), *requests, ask("text", "Hello"), check=False)
     hf = tiny.reference(source)
     for i, text in enumerate(texts):
         with torch.inference_mode():
             ids = torch.tensor(list(text))[None]
             states = hf.model(ids).last_hidden_state[0].double().numpy()
-        np.testing.assert_allclose(vector(ear, f"mean{i}"), states.mean(0), atol=1e-4)
-        np.testing.assert_allclose(vector(ear, f"last{i}"), states[-1], atol=1e-4)
+        np.testing.assert_allclose(vector(sink, f"mean{i}"), states.mean(0), atol=1e-4)
+        np.testing.assert_allclose(vector(sink, f"last{i}"), states[-1], atol=1e-4)
     for one in requests[2::3]:
         alone = vector(run(make(executor=executor), one, check=False), one.id)
         if kind is JaxExecutor:
-            np.testing.assert_allclose(alone, vector(ear, one.id), atol=1e-5)
+            np.testing.assert_allclose(alone, vector(sink, one.id), atol=1e-5)
         else:
-            assert alone.tobytes() == vector(ear, one.id).tobytes()
+            assert alone.tobytes() == vector(sink, one.id).tobytes()
     executor.shutdown()

@@ -1,5 +1,6 @@
 """The instructions for pairs of triton_few_bits, played one after the other: what they make of
-every byte. What the interpreter runs in their place, and a device, are held to the twins elsewhere.
+every byte. What the interpreter runs in their place, and a device, are held to the references
+elsewhere.
 """
 
 import re

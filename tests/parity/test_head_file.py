@@ -11,7 +11,7 @@ from forerun.drafts.gguf_eagle import holds_head_file, open_head_file
 from forerun.errors import ModelError
 from forerun.networks.rope import Divided
 from tests.models import tiny
-from tests.parity.heads import Twin, opened_config, serve
+from tests.parity.heads import RandomHead, opened_config, serve
 
 STORED = {
     "fc.weight": "fc.weight",
@@ -87,7 +87,7 @@ def in_gguf(draft, path, metadata=None, extra=None, packed=()):
     ids=str,
 )
 def test_a_head_is_that_of_its_folder(dense, tmp_path, changes, ids):
-    draft = Twin(dense, tmp_path / "head", changes, ids).draft
+    draft = RandomHead(dense, tmp_path / "head", changes, ids).draft
     path = in_gguf(draft, tmp_path / "head.gguf")
     assert holds_head_file(path) and holds_draft_file(path) and not names_gguf_model(str(path))
     opened = open_head_file(path, dense.arch)
@@ -104,7 +104,7 @@ def test_a_head_is_that_of_its_folder(dense, tmp_path, changes, ids):
 
 
 def test_rows_in_few_bits_and_divisors(dense, tmp_path):
-    draft = Twin(dense, tmp_path / "head", {}).draft
+    draft = RandomHead(dense, tmp_path / "head", {}).draft
     divisors = np.linspace(1, 2, draft.head.head_size // 2, dtype=np.float32)
     packed = ("blk.0.attn_q.weight", "blk.0.attn_k.weight", "fc.weight")
     path = in_gguf(draft, tmp_path / "x.gguf", extra={"rope_freqs.weight": divisors}, packed=packed)
@@ -137,7 +137,7 @@ def test_rows_in_few_bits_and_divisors(dense, tmp_path):
     ],
 )
 def test_what_does_not_run_is_named(dense, tmp_path, metadata, extra, words):
-    draft = Twin(dense, tmp_path / "head", {}).draft
+    draft = RandomHead(dense, tmp_path / "head", {}).draft
     path = in_gguf(draft, tmp_path / "x.gguf", metadata, extra)
     with pytest.raises(ModelError, match=words) as raised:
         open_head_file(path, dense.arch)
@@ -146,12 +146,12 @@ def test_what_does_not_run_is_named(dense, tmp_path, metadata, extra, words):
 
 @pytest.mark.parametrize("speculation", ["EAGLE3", "AUTO"])
 def test_it_drafts_what_its_folder_drafts(dense, folder, tmp_path, speculation):
-    twin = Twin(dense, tmp_path / "head", {})
-    path = in_gguf(twin.draft, tmp_path / "head.gguf")
+    dense_head = RandomHead(dense, tmp_path / "head", {})
+    path = in_gguf(dense_head.draft, tmp_path / "head.gguf")
     texts = []
-    for place in (twin.folder, path):
-        twin.folder = place
-        config = opened_config(folder, twin, speculative_algorithm=speculation)
+    for place in (dense_head.folder, path):
+        dense_head.folder = place
+        config = opened_config(folder, dense_head, speculative_algorithm=speculation)
         target = open_target(config)
         try:
             done = serve(target, [[5, 6, 7], [9, 8, 9]], target.config.speculative_algorithm)

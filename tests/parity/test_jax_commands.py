@@ -10,7 +10,7 @@ import pytest
 
 from forerun.checkpoints.folder import FolderCheckpoint
 from tests.models import tiny
-from tests.parity.heads import Target, Twin
+from tests.parity.heads import RandomHead, Target
 from tests.shape.tree import ROOT
 from tests.worlds.servers import started
 
@@ -42,7 +42,7 @@ def save_models(folder, **sizes):
     """Save a random target with these sizes and an EAGLE-3 head, under their names."""
     (folder / DRAFT).mkdir(parents=True)
     saved = tiny.save_folder(tiny.model("qwen3", **sizes), folder / TARGET)
-    Twin(Target(FolderCheckpoint(saved)), folder / DRAFT, {})
+    RandomHead(Target(FolderCheckpoint(saved)), folder / DRAFT, {})
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 from forerun.checkpoints.folder import FolderCheckpoint
 from tests.drafters import assistants
 from tests.models import tiny
-from tests.parity.heads import Target, Twin
+from tests.parity.heads import RandomHead, Target
 from tests.shape.tree import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -74,7 +74,7 @@ def test_a_head_on_four_devices_drafts_the_same(tmp_path, vocab):
     hf = tiny.model("llama", max_position_embeddings=512, num_hidden_layers=6, **many)
     saved = tiny.save_folder(hf, tmp_path / "target")
     (tmp_path / "draft").mkdir()
-    Twin(Target(FolderCheckpoint(saved)), tmp_path / "draft", {}, range(1, 2 * vocab + 1, 2))
+    RandomHead(Target(FolderCheckpoint(saved)), tmp_path / "draft", {}, range(1, 2 * vocab + 1, 2))
     the_same_on(tmp_path, 4)
 
 

@@ -32,7 +32,7 @@ CELLS = [
 """Drafter, sequences at once, steps."""
 
 
-class Whim:
+class ChangingPolicy:
     """A policy that asks for another size in every few steps, none included."""
 
     def __init__(self, nodes, depth):
@@ -115,7 +115,7 @@ def test_nothing_is_captured_after_the_first_request(
     monkeypatch.setattr(TorchExecutor, "begin", counted)
     captures, ready = tape.captures, target.executor.describe()["captured"]
     assert captures == len(ready)
-    monkeypatch.setattr(build, "policy_for", lambda *_: Whim(nodes, depth))
+    monkeypatch.setattr(build, "policy_for", lambda *_: ChangingPolicy(nodes, depth))
     engine = make_engine(target, target.config)
     try:
         waiting = requests(target, learned[1], 100_000, 2 * slots)

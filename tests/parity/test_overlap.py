@@ -34,8 +34,8 @@ from tests.worlds.answers import OFF, answered, drafting, reports, tokens, wante
 
 FILES, STATEMENTS = 25, 2_825
 """Of steps that overlap, with a draft head's chains: the host's half from plan to the last delta,
-and the program, which runs as it is (tests/shape/walk.py). Kernels are not counted: tests/twins
-stands for them. They may only shrink.
+and the program, which runs as it is (tests/shape/walk.py). Kernels are not counted:
+tests/references stands for them. They may only shrink.
 """
 
 SLOW = pytest.mark.slow
@@ -481,7 +481,7 @@ def test_what_start_up_captured_is_what_runs(folder, learned, monkeypatch):
         assert tape.captures == len(captured)  # None of them twice.
 
 
-class AsTheyAre(dict):
+class EagerPrograms(dict):
     """Programs of which each runs as it is instead of being replayed."""
 
     sealed = False
@@ -508,7 +508,7 @@ def test_the_walk_through_rounds_is_counted(slow, learned, capsys, monkeypatch):
         engine.step_once()
     before = engine.stats().carried
     runner = target.executor.rounds.runner
-    monkeypatch.setattr(runner, "programs", AsTheyAre(runner.work))
+    monkeypatch.setattr(runner, "programs", EagerPrograms(runner.work))
     with Walk() as walk:
         while not (news and news[-1].finish):
             engine.step_once()

@@ -21,8 +21,8 @@ CPU = torch.device("cpu")
 SLOTS, WIDTH = 5, 9
 
 
-class Whole(PageTables):
-    """The slow twin: every round is sent its whole tables."""
+class WholeTables(PageTables):
+    """The reference: every round is sent its whole tables."""
 
     def send(self, buffers, slots, table):
         self.forget()
@@ -65,7 +65,7 @@ STEP = st.tuples(
 def test_tables_are_whole_after_any_steps(steps, page_size, lost):
     """Pages come, go and change their places, slots are taken by others, rounds do not begin."""
     size = Size(SLOTS + 1, 2)
-    ours, twin = (Device(kind, size, page_size) for kind in (PageTables, Whole))
+    ours, whole = (Device(kind, size, page_size) for kind in (PageTables, WholeTables))
     for number, (order, count, pages) in enumerate(steps):
         slots, width = np.array(order[:count], np.int32), max(map(len, pages[:count]))
         table = np.full((count, width), -1, np.int32)
@@ -75,7 +75,7 @@ def test_tables_are_whole_after_any_steps(steps, page_size, lost):
             ours.tables.send(ours.staging().buffers, slots, table)
             ours.tables.forget()
             continue
-        actual, expected = ours.run(slots, table)[0], twin.run(slots, table)[0]
+        actual, expected = ours.run(slots, table)[0], whole.run(slots, table)[0]
         real = table >= 0
         assert (actual[:count, :width][real] == table[real]).all()
         assert (expected[:count, :width][real] == table[real]).all()
@@ -107,7 +107,7 @@ def test_a_step_of_64_rows_of_32k_is_sent_kilobytes():
     assert 4 * sized.whole.numel() - sent + 4 * 64 * 2_048 == 530_292
 
 
-class Looking(Tape):
+class CheckingTape(Tape):
     """Holds the tables of every round that ran to what its plan said."""
 
     def __init__(self):
@@ -139,7 +139,7 @@ class Looking(Tape):
 @pytest.fixture(scope="module")
 def device(folder, learned):
     """A small model with a head, on a device that is slow and looks at every table."""
-    tape, send = Looking(), PageTables.send
+    tape, send = CheckingTape(), PageTables.send
     shape = {"chunked_prefill_size": 128, "context": 128, "page_size": 4, "kv_tokens": 128}
     with pytest.MonkeyPatch.context() as patch:
 

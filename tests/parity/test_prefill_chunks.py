@@ -26,18 +26,18 @@ from tests.parity.driver import Driver, Row, chain_draft, limits
 from tests.parity.interpreted import load
 from tests.parity.launches import counted_kernels, kernels, tensors
 from tests.parity.tape import Tape, on_tape
+from tests.references.kernels import REFERENCE_KERNELS
 from tests.speculative.worlds import plan_of
-from tests.twins.kernels import SLOW_TWINS
 
 for name in ("attention", "choice", "layers", "round", "draft", "future"):
     load(f"triton.triton_{name}")  # Interpreted, for whoever shares this process.
 
 LLAMA = SHAPES["llama-3.1-8b"]
 CHUNK = 8192
-TOLD = Sampling(temperature=0.0, prompt_logprobs=2, logprobs=2)
+REPORTED = Sampling(temperature=0.0, prompt_logprobs=2, logprobs=2)
 
 
-class Held(TorchDispatchMode):
+class PeakBytes(TorchDispatchMode):
     """Bytes of the tensors that operations make: the largest, and the most that live at a time."""
 
     def __init__(self):
@@ -66,7 +66,7 @@ def large(monkeypatch, **changes):
 
 
 @pytest.mark.parametrize("behind", [0, CHUNK])
-@pytest.mark.parametrize("sampling", [Sampling(), TOLD], ids=["text", "log-probabilities"])
+@pytest.mark.parametrize("sampling", [Sampling(), REPORTED], ids=["text", "log-probabilities"])
 def test_a_chunk_of_8k_holds_no_logits_but_those_that_choose(monkeypatch, behind, sampling):
     made = large(monkeypatch)
     tokens = np.zeros(behind + CHUNK, np.int32)
@@ -74,10 +74,10 @@ def test_a_chunk_of_8k_holds_no_logits_but_those_that_choose(monkeypatch, behind
     plan = plan_of([0], [behind], [tokens[behind:]], [True])
     table = np.arange(len(tokens) // 16 + 1, dtype=np.int32)[None]
     plan = replace(plan, page_table=table)
-    with counted_kernels(lambda *_: None), Held() as held:
+    with counted_kernels(lambda *_: None), PeakBytes() as held:
         scores = made.begin(plan, batch(list(plan.known), plan_drafts(1)))
     assert scores.logits.shape == (1, LLAMA.vocab)
-    assert len(scores.reported) == (CHUNK - 1 if sampling is TOLD else 0)
+    assert len(scores.reported) == (CHUNK - 1 if sampling is REPORTED else 0)
     # The largest is a layer's gate and up, and not a row of logits for every token: 2.1 GB.
     assert held.largest == 2 * 2 * CHUNK * LLAMA.ffn < 2 * CHUNK * LLAMA.vocab
     config = EngineConfig(model="x", dtype="bfloat16", device="cuda", chunked_prefill_size=CHUNK)
@@ -87,16 +87,16 @@ def test_a_chunk_of_8k_holds_no_logits_but_those_that_choose(monkeypatch, behind
 
 @pytest.mark.parametrize("behind", [0, 33])
 def test_a_draft_head_reads_prompts_through_the_targets_kernels(checkpoint, monkeypatch, behind):
-    """By their twins: what follows each prompt is what the pass without kernels finds."""
+    """By their references: what follows each prompt is what the pass without kernels finds."""
     target = checkpoint("llama", num_hidden_layers=6)
     draft = random_draft(target.architecture, tiny.VOCAB)
     runs, launched = [], []
 
     def attend(queries, keys, values, geometry, spec=None, **others):
         launched.append(len(geometry.slots))
-        return SLOW_TWINS.attend(queries, keys, values, geometry, spec, **others)
+        return REFERENCE_KERNELS.attend(queries, keys, values, geometry, spec, **others)
 
-    for parts in (None, replace(SLOW_TWINS, attend=attend)):
+    for parts in (None, replace(REFERENCE_KERNELS, attend=attend)):
         monkeypatch.setattr(model_runner, "kernels_for", lambda device, parts=parts: parts)
         made = TorchExecutor(target, limits(tiny.VOCAB))
         head = TorchEagleModel(made, target, draft)
@@ -149,7 +149,7 @@ def test_texts_and_log_probabilities_are_those_of_any_chunks(checkpoint, chunk, 
         reports = []
         with Driver(made) as driver:
             for slot in range(2):
-                driver.open(slot, prompt[slot:], TOLD)
+                driver.open(slot, prompt[slot:], REPORTED)
             while driver.sequences[0].kv_len < 95:
                 rows = [Row(slot, known=size) for slot in range(2)]
                 outcome = driver.step(rows).outcome

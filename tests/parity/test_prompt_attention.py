@@ -1,4 +1,4 @@
-"""Prompt chunks by torch's own attention are what our kernels' twins make of them."""
+"""Prompt chunks by torch's own attention are what our kernels' references make of them."""
 
 from dataclasses import replace
 
@@ -21,15 +21,15 @@ from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
 from tests.parity.interpreted import load
 from tests.parity.launches import META, Launches
-from tests.twins.kernels import SLOW_TWINS, attend_dense
+from tests.references.kernels import REFERENCE_KERNELS, attend_dense
 
 _Zeros = load("triton.compile_ahead")._Zeros  # Interpreted, for whoever shares this process.
 
 
 @pytest.fixture
 def made(checkpoint, monkeypatch, calls):
-    """Executors of a family as on a device with kernels, whose twins these are."""
-    counted = replace(SLOW_TWINS, varlen=calls)
+    """Executors of a family as on a device with kernels, whose references these are."""
+    counted = replace(REFERENCE_KERNELS, varlen=calls)
     monkeypatch.setattr(module, "kernels_for", lambda device: counted)
     return lambda family, prompts="triton", **how: TorchExecutor(
         checkpoint(family), limits(tiny.VOCAB), prompts=prompts, **how

@@ -40,8 +40,8 @@ from tests.parity.driver import (
     limits,
     logits_in_chunks,
 )
-from tests.twins.gated_delta import Recurrence
-from tests.twins.states import STATES
+from tests.references.gated_delta import Recurrence
+from tests.references.states import STATES
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -64,7 +64,7 @@ def bounds(**changes):
     return limits(tiny.VOCAB, **{"page_size": 4, "checkpoints": 6} | changes)
 
 
-class Way:
+class StateTrees:
     """Trees of random numbers through the layers' states, by torch and by the oracle."""
 
     def __init__(self, arch, seed, walk=None, kernels=None):
@@ -172,7 +172,7 @@ WAYS["kernels"] = None, STATES
 
 @pytest.mark.parametrize("which", WAYS)
 def test_the_states_of_trees_are_the_oracles(arch, unkept, which):
-    way = Way(arch, 0, *WAYS[which])
+    way = StateTrees(arch, 0, *WAYS[which])
     for slot in (0, 2):
         way.open(slot)
     way.step([(0, [1, 2, 3, 4, 5], as_draft([], []), [])])
@@ -206,7 +206,7 @@ def test_a_state_has_the_same_bits_on_every_way(arch, seed):
     text = random.integers(0, 50, 24).tolist()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StateSlots, "_places", lambda *_: [])
-        plain, other = Way(arch, 1), Way(arch, 1)
+        plain, other = StateTrees(arch, 1), StateTrees(arch, 1)
         plain.open(0)
         for token in text:
             plain.step([(0, [token], as_draft([], []), [])])

@@ -22,11 +22,11 @@ from forerun.executors.torch.captured.round import CapturedRound
 from forerun.executors.torch.sizes import Size
 from tests.covering import every, rarely, spread, values
 from tests.models import tiny
-from tests.parity.heads import SWITCHES, Twin, opened
+from tests.parity.heads import SWITCHES, RandomHead, opened
 from tests.parity.tape import Tape, on_tape, taped
 from tests.worlds.answers import (
     OFF,
-    Noted,
+    RecordedDrafts,
     answered,
     counts,
     drafting,
@@ -132,7 +132,7 @@ def of_every_kind(texts, temperature, kinds=KINDS, length=18, grammar=None):
 def noted(monkeypatch):
     # How prompts are cut beside rows that decode depends on time.
     monkeypatch.setattr(PromptPace, "bound", lambda pace, room, alone: room)
-    return Noted(monkeypatch)
+    return RecordedDrafts(monkeypatch)
 
 
 def priced(monkeypatch, heard=lambda what: None):
@@ -422,9 +422,9 @@ def test_rows_come_go_and_rest(targets, noted, learned, monkeypatch, width):
 
 
 @contextmanager
-def pair(folder, twin, **changes):
+def pair(folder, dense_head, **changes):
     """The target and a head with captured rounds and without."""
-    both = taped(folder, twin, **changes), opened(folder, twin, **changes)
+    both = taped(folder, dense_head, **changes), opened(folder, dense_head, **changes)
     try:
         yield both
     finally:
@@ -464,7 +464,7 @@ def test_without_captured_rounds_every_pass_is_asked_for(folder, learned, noted,
 def test_every_kind_of_head(folder, dense, noted, tmp_path, changes):
     """A head without any switch is the learned one."""
     prompts = np.random.default_rng(4).integers(0, tiny.VOCAB, (2, 12)).astype(np.int32)
-    with pair(folder, Twin(dense, tmp_path, changes)) as both:
+    with pair(folder, RandomHead(dense, tmp_path, changes)) as both:
         few, many = compared(both, noted, wanted(prompts, 12, 0.8), **drafting(7, 3, 2, "EAGLE"))
     assert few < many / 3
 

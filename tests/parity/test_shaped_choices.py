@@ -1,5 +1,5 @@
-"""All sampling parameters in programs of torch, by twins and interpreted kernels, and of XLA: the
-host's choice, or none where top_p leaves it open on XLA; the host's reports.
+"""All sampling parameters in programs of torch, by references and interpreted kernels, and of XLA:
+the host's choice, or none where top_p leaves it open on XLA; the host's reports.
 """
 
 from contextlib import nullcontext
@@ -36,7 +36,7 @@ from forerun.speculative.verify import intervals
 from tests.parity.driver import SHAPED
 from tests.parity.interpreted import load
 from tests.parity.tape import Watch
-from tests.twins.kernels import SLOW_TWINS
+from tests.references.kernels import REFERENCE_KERNELS
 from tests.worlds.choices import packed
 
 VOCAB, ROWS, NODES, TURNS = 700, 4, 4, 18
@@ -50,7 +50,7 @@ TOKENS, PARENTS = [7, 5, 9, 5], np.array([-1, 0, 1, 2], np.int32)
 PATHS = [(), (5,), (5, 9), (5, 9, 5)]
 EDITS = room_for_edits(ROWS, 128, VOCAB)
 KERNELS = replace(
-    SLOW_TWINS,
+    REFERENCE_KERNELS,
     choose=load("triton.triton_choice").choose,
     shape=load("triton.triton_shaping").shaped,
 )
@@ -91,7 +91,7 @@ def buffers_of(rows, size, samplings, masks):
     return {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in arrays.items()}
 
 
-def on_torch(logits, samplings, histories, allowed, kernels=SLOW_TWINS):
+def on_torch(logits, samplings, histories, allowed, kernels=REFERENCE_KERNELS):
     """Launches only."""
     rows, masks = made(samplings), None
     if allowed is not None:
@@ -109,7 +109,7 @@ def on_torch(logits, samplings, histories, allowed, kernels=SLOW_TWINS):
         torch.tensor([s.temperature for s in samplings]).repeat_interleave(NODES),
     )
     # A kernel that is interpreted waits.
-    with Watch() if kernels is SLOW_TWINS else nullcontext():
+    with Watch() if kernels is REFERENCE_KERNELS else nullcontext():
         choices = rows.choose(size, buffers, torch.from_numpy(logits).flatten(0, 1), noise, kernels)
     return choices.view(ROWS, NODES).numpy()
 

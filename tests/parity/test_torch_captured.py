@@ -21,8 +21,8 @@ from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, chain_draft, limits
 from tests.parity.tape import Tape, on_tape
 from tests.parity.test_torch_invariance import half_true_draft
+from tests.references.rounds import walk
 from tests.speculative.worlds import drafts
-from tests.twins.rounds import walk
 
 SAMPLINGS = [
     Sampling(temperature=0.0),
@@ -163,7 +163,7 @@ def test_pages_hold_what_an_eager_step_writes(pair):
 def test_the_walk_is_the_rule(rows, seed):
     trees = batch([np.array([1], np.int32)] * len(rows), [draft for draft, _ in rows])
     random = np.random.default_rng(seed)
-    # Few tokens: accepted paths, twins and nodes without a choice all occur.
+    # Few tokens: accepted paths, equal siblings and nodes without a choice all occur.
     tokens = random.integers(0, 3, len(trees.tokens)).astype(np.int32)
     object.__setattr__(trees, "tokens", tokens)
     chosen = random.integers(-1, 3, len(tokens)).astype(np.int32)

@@ -18,7 +18,7 @@ from forerun.speculative.draft_tree import full_draft
 from forerun.speculative.tree import NO_DRAFT, batch, full_size
 from tests.parity.interpreted import load
 from tests.parity.tape import Watch
-from tests.twins import future
+from tests.references import future
 
 triton_future = load("triton.triton_future")
 
@@ -188,7 +188,7 @@ def test_a_round_that_grows_nothing_leaves_no_guesses():
 @given(
     st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(0, 3), st.sampled_from([1, 2, 5, 8])
 )
-def test_the_kernel_leaves_what_its_twin_leaves(seed, width, levels, nodes):
+def test_the_kernel_leaves_what_its_reference_leaves(seed, width, levels, nodes):
     """By slot, and in the record; also where nobody follows a row, and where nothing is grown."""
     random = np.random.default_rng(seed)
     size = Size(3, nodes, levels, width if levels else 0)

@@ -108,7 +108,7 @@ def half_true_draft(random, extending, vocab, most=14):
     return as_draft(tokens, parents), true_depth
 
 
-class Journey:
+class Interleaved:
     """All texts at once, each advanced now and then, every node on a true path compared."""
 
     def __init__(self, executor, texts, seed):
@@ -186,7 +186,7 @@ MODELS = {
 PAGES = 1, 16, 256
 
 
-class Made(dict):
+class LazyDict(dict):
     """What is made by its key when it is asked for first."""
 
     def __init__(self, make):
@@ -206,7 +206,7 @@ def executors(checkpoint):
         room = limits(tiny.VOCAB, page_size=page_size, pages=2048 // page_size)
         return TorchExecutor(checkpoint(family, **MODELS[family]), room)
 
-    return Made(make)
+    return LazyDict(make)
 
 
 @pytest.fixture(scope="module")
@@ -218,7 +218,7 @@ def texts(executors):
         prompts = [(random.integers(0, tiny.VOCAB, n), n) for n in PROMPTS]
         return plain_texts(executors[family, 16], prompts, OUTPUT, 24)
 
-    return Made(make)
+    return LazyDict(make)
 
 
 @pytest.mark.parametrize(
@@ -245,12 +245,12 @@ def test_any_journey_meets_the_same_bits(executors, texts, family, page_size, ro
 
 
 def meets_the_same_bits(executor, texts, seed):
-    assert Journey(executor, texts, seed).compared >= sum(len(text.logits) for text in texts)
+    assert Interleaved(executor, texts, seed).compared >= sum(len(text.logits) for text in texts)
 
 
 def test_journeys_accept_guesses(executors, texts):
     """The journeys above would prove little if every tree were rejected."""
-    journey = Journey(executors["llama", 16], texts["llama"], 5)
+    journey = Interleaved(executors["llama", 16], texts["llama"], 5)
     assert journey.accepted > 20
 
 
@@ -267,14 +267,14 @@ def test_prefill_in_one_chunk_or_token_by_token(executors, family):
             assert torch.equal(one, many), (chunk, page_size)
 
 
-class Moody(Linear):
+class UnstableLinear(Linear):
     """As seen with MKL: its bits are others at some row counts, and at those nobody tried."""
 
     def __call__(self, x):
         return super().__call__(x) * (1 + 1e-6 * (len(x) not in set(SIZES) - {1, 4}))
 
 
-@pytest.mark.parametrize("products", [Linear, Moody])
+@pytest.mark.parametrize("products", [Linear, UnstableLinear])
 @pytest.mark.parametrize(
     "about", [Experts(7, 3, 24), Experts(7, 2, 24, Router(normalised=True), 40, shared_gate=True)]
 )
@@ -302,7 +302,7 @@ def test_two_threads(executors):
     torch.set_num_threads(2)
     try:
         text = plain_text(executors["llama", 16], prompt, 7, 0)
-        assert Journey(executors["llama", 256], [text], 0).compared >= len(text.logits)
+        assert Interleaved(executors["llama", 256], [text], 0).compared >= len(text.logits)
     finally:
         torch.set_num_threads(before)
 
@@ -324,7 +324,7 @@ def test_a_rows_place_and_company_do_not_matter(shape):
 
 
 def test_sizes_whose_bits_differ_are_not_used():
-    assert set(invariant_sizes([Moody(torch.randn(32, 16))])) == set(SIZES) - {1, 4}
+    assert set(invariant_sizes([UnstableLinear(torch.randn(32, 16))])) == set(SIZES) - {1, 4}
 
 
 def gates_of(gate, up):
@@ -368,5 +368,5 @@ def test_the_default_model(default_model, default_executor):
         plain_text(default_executor, random.integers(0, vocab, n), 10, n, chunk)
         for n, chunk in ((125, 125), (9, 1))
     ]
-    journey = Journey(default_executor, texts, 0)
+    journey = Interleaved(default_executor, texts, 0)
     assert journey.compared >= sum(len(text.logits) for text in texts)

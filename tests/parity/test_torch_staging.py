@@ -83,13 +83,13 @@ def test_staged_weights_are_those_of_plain_copies(stored, dtype, lanes, monkeypa
 
 
 def test_what_a_thread_raises_is_raised():
-    class Full(LateLane):
+    class FailingLane(LateLane):
         def buffer(self, size):
             raise MemoryError("no pinned memory")
 
     with pytest.raises(MemoryError, match="pinned"):
         rows = np.zeros((2, 8), np.uint8)
-        Staging([Full([])]).copy([(torch.empty(2, 2), rows, torch.float32)])
+        Staging([FailingLane([])]).copy([(torch.empty(2, 2), rows, torch.float32)])
 
 
 class Calls:

@@ -18,7 +18,7 @@ from forerun.executors.torch.decoder.layers import Linear
 from forerun.executors.torch.decoder.weights import Weights, some_rows
 from forerun.networks.arch import expected_tensors
 from tests.models import tiny
-from tests.parity.test_prefill_chunks import Held
+from tests.parity.test_prefill_chunks import PeakBytes
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -121,7 +121,7 @@ def test_a_file_is_held_once_and_not_twice(kind, device, tmp_path, monkeypatch):
     del hf
     tracemalloc.start()
     try:
-        with Held() as held:
+        with PeakBytes() as held:
             Decoder(checkpoint, device, torch.bfloat16)
         most = tracemalloc.get_traced_memory()[1]
     finally:

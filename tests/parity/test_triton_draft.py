@@ -12,7 +12,7 @@ from forerun.speculative.noise import gumbel_of
 from forerun.speculative.tree import full_size
 from tests.covering import every, some_of
 from tests.parity.interpreted import load
-from tests.twins.rounds import children, descend, follow, grow
+from tests.references.rounds import children, descend, follow, grow
 from tests.worlds.choices import SEEDS, noise_of
 
 draft = load("triton.triton_draft")

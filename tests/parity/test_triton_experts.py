@@ -16,7 +16,7 @@ from forerun.networks.layer_spec import Router
 from tests.models import tiny
 from tests.parity.interpreted import load
 from tests.parity.tape import Watch
-from tests.twins.kernels import grouped_loop
+from tests.references.kernels import grouped_loop
 
 experts, layers = load("triton.triton_experts"), load("triton.triton_layers")
 
@@ -88,7 +88,7 @@ def test_tiles_grow_with_the_rows_of_an_expert():
     assert [experts.rows_for(n, 8) for n in (1, 128, 300, 1000, 9000)] == [16, 16, 32, 64, 64]
 
 
-def test_the_clamped_gate_is_its_twin():
+def test_the_clamped_gate_is_its_reference():
     gate, up = torch.randn(2, 5, 90) * 8
     expected = clamped_swiglu(gate, up)
     torch.testing.assert_close(layers.clamped_gate(gate, up), expected, atol=1e-6, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Products with weights in few bits, interpreted, against their slow twin and by hand."""
+"""Products with weights in few bits, interpreted, against their reference and by hand."""
 
 from dataclasses import replace
 
@@ -38,7 +38,7 @@ SHAPES += [((40, 1500), 1500)]
 
 
 @pytest.mark.parametrize(("form", "sized", "rows"), covering(every(KINDS, SHAPES, [1, 17, 33])))
-def test_the_kernel_is_its_twin_and_the_formats_definition(form, sized, rows):
+def test_the_kernel_is_its_reference_and_the_formats_definition(form, sized, rows):
     (kind, zeros), (shape, group) = form, sized
     made, wide = weight(kind, shape, group, zeros)
     x = torch.randn(rows, shape[1], generator=torch.Generator().manual_seed(rows))
@@ -151,8 +151,8 @@ def test_a_gate_in_the_product_is_the_product_and_then_the_gate(
     gate = {"silu": layers.gate, "gelu_tanh": layers.gelu_gate, "clamped_silu": layers.clamped_gate}
     apart = kernels.product(x, made, bias)
     assert torch.equal(actual, gate[activation](*apart.chunk(2, -1)))
-    twin = PLAIN.gate_for(activation)
-    expected = twin(*(x.double() @ wide.t() + bias).float().chunk(2, -1))
+    gate = PLAIN.gate_for(activation)
+    expected = gate(*(x.double() @ wide.t() + bias).float().chunk(2, -1))
     torch.testing.assert_close(actual, expected, atol=1e-3, rtol=1e-3)
     assert not made.through.any()
 

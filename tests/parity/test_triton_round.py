@@ -28,7 +28,7 @@ from tests.parity.tape import Tape, on_tape
 from tests.parity.test_rounds_that_draft import PROMPTS
 from tests.parity.test_torch_captured import no_draft, texts
 from tests.parity.test_torch_invariance import half_true_draft
-from tests.twins.rounds import accept, near, prepare
+from tests.references.rounds import accept, near, prepare
 from tests.worlds.answers import answered, counts, drafting, tokens, wanted
 from tests.worlds.draft_models import configured, make
 
@@ -159,9 +159,9 @@ def test_kept_numbers_are_moved(dtype, chosen):
 def test_whole_rounds_of_interpreted_kernels_give_the_eager_text(
     checkpoint, monkeypatch, family, windows
 ):
-    """No twin runs: every kernel of a round does, on one tiny model. Every prefix in two parts, and
-    where layers have a window of 24, one text grows beyond it: they keep every page, or have pages
-    of their own.
+    """No reference runs: every kernel of a round does, on one tiny model. Every prefix in two
+    parts, and where layers have a window of 24, one text grows beyond it: they keep every page, or
+    have pages of their own.
     """
     # Whatever the lengths are: an eager step's tiles, a round's, and those of a draft head.
     monkeypatch.setattr(tiles, "KEYS", 8)

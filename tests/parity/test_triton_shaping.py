@@ -1,4 +1,4 @@
-"""The kernels of sampling parameters, interpreted on the CPU, against the twins."""
+"""The kernels of sampling parameters, interpreted on the CPU, against their references."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ kernels = load("triton.triton_shaping")
         ),
     ],
 )
-def test_kept_are_the_twins(vocab, scale):
+def test_kept_are_the_references(vocab, scale):
     """Every second row of what is asked, of large vocabularies each the other ones; of one token
     hardly anything can be kept or left.
     """
@@ -49,7 +49,7 @@ def test_a_node_without_a_token_keeps_none():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
-def test_logits_are_shaped_as_by_the_twin(masked):
+def test_logits_are_shaped_as_by_the_reference(masked):
     """Of one chunk test_shaped_choices.py holds them to the host's rule always."""
     random = np.random.default_rng(1)
     for vocab in (60, 5000):  # One part, not full; two.

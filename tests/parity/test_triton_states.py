@@ -14,7 +14,7 @@ from forerun.executors.torch.decoder.delta import DeltaNumbers
 from forerun.networks.layer_spec import GatedDelta
 from forerun.speculative.verify import intervals
 from tests.parity.interpreted import load
-from tests.twins.states import STATES
+from tests.references.states import STATES
 
 states = load("triton.triton_states")
 

@@ -1,5 +1,5 @@
 """Layers with a window give back what lies behind it, in memory and beside a store, and no text
-changes: on the compiled core; in torch, eager, by kernels' twins, in rounds that are captured, and
+changes: on the compiled core; in torch, eager, by kernels' references, in captured rounds, and
 begin from each other; and in JAX, whose rounds do too. Against an engine that keeps everything.
 """
 
@@ -38,7 +38,7 @@ from forerun.speculative.sampling import Sampling
 from tests.covering import every
 from tests.drafters.served import padded
 from tests.engine.drafters import ErraticDrafter
-from tests.engine.toys import TOKENIZER, VOCAB, Ear, ask
+from tests.engine.toys import TOKENIZER, VOCAB, RecordingSink, ask
 from tests.engine.window_schedules import (
     BASE,
     Known,
@@ -53,7 +53,7 @@ from tests.engine.window_schedules import (
 )
 from tests.parity.driver import Driver, Row
 from tests.parity.tape import on_tape
-from tests.twins.kernels import SLOW_TWINS
+from tests.references.kernels import REFERENCE_KERNELS
 
 NATIVE = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 SLOW = pytest.mark.slow
@@ -88,7 +88,7 @@ def sources(checkpoint, source):
 
 @pytest.fixture(scope="module")
 def known(sources):
-    """Texts of an executor that keeps everything; kernels' twins and XLA give those of torch."""
+    """Texts of an executor that keeps everything; those of torch for XLA and for kernels, too."""
     made = {}
 
     def of(kind):
@@ -124,7 +124,7 @@ def windowed(sources, monkeypatch, compiled, quickly):
             if kind == "jax":
                 return on_xla(patch, source, limits, compiled)
             if kind != "eager":
-                patch.setattr(model_runner, "kernels_for", lambda device: SLOW_TWINS)
+                patch.setattr(model_runner, "kernels_for", lambda device: REFERENCE_KERNELS)
             if kind == "rounds":
                 on_tape(patch, warm=False)
             prompts = "torch_native" if kind == "kernels" else "triton"
@@ -391,12 +391,12 @@ def grown(executor, source, known, overlap):
     model = beside_itself(executor, source, shape)
     drafter, options = ModelDrafter(model, executor.limits, shape), EngineOptions(overlap=overlap)
     engine = Engine(executor, drafter, FixedPolicy(6, 3), TOKENIZER, NoGrammars(), options)
-    ear = Ear()
+    sink = RecordingSink()
     requests = [ask(str(n), BASE[n : 60 + 30 * n], 53 + 3 * n, seed=n) for n in range(3)]
     for request in requests:
-        engine.submit(request, ear)
+        engine.submit(request, sink)
     finished(engine, executor)
-    assert [[ear.tokens(request.id)] for request in requests] == [known.texts(r) for r in requests]
+    assert [[sink.tokens(request.id)] for request in requests] == [known.texts(r) for r in requests]
     return engine.stats()
 
 

@@ -74,7 +74,7 @@ def begun(tmp_path):
     assert wait_for(lambda: not replica_processes(), PATIENCE)
 
 
-WHO = r"replica \w+ \(process \d+\)"
+NAME = r"replica \w+ \(process \d+\)"
 
 
 def test_who_is_there_serves_and_the_others_are_named(begun, tmp_path):
@@ -86,9 +86,9 @@ def test_who_is_there_serves_and_the_others_are_named(begun, tmp_path):
             return client.post("/completions", json=body)
 
         some = r"replicas ready: 1 of 2\. "
-        served.says(some + WHO + r": model\.safetensors ends within a tensor\.")
+        served.says(some + NAME + r": model\.safetensors ends within a tensor\.")
         assert answers().status_code == 200
-        served.says(some + WHO + r" did not load its model within 10 seconds\.")
+        served.says(some + NAME + r" did not load its model within 10 seconds\.")
         assert answers().status_code == 200
         served.says(some + r"A replica's process died while it loaded its model")
         served.says("all 2 replicas are ready")
@@ -96,7 +96,7 @@ def test_who_is_there_serves_and_the_others_are_named(begun, tmp_path):
         (tmp_path / "broken").touch()
         for pid, _ in replica_processes():
             os.kill(pid, signal.SIGKILL)
-        served.says(r"replicas ready: 0 of 2\. " + WHO + r": model\.safetensors ends")
+        served.says(r"replicas ready: 0 of 2\. " + NAME + r": model\.safetensors ends")
         answer = answers()
         assert answer.status_code == 503, answer.text
         assert answer.json()["error"]["code"] == "no_replica"
@@ -113,7 +113,7 @@ def served_root(client):
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        ("hangs", r"no replica could begin: " + WHO + r" did not load its model within 5 seconds"),
+        ("hangs", r"no replica could begin: " + NAME + r" did not load its model within 5 seconds"),
         ("dies", r"no replica could begin: A replica's process died"),
     ],
 )

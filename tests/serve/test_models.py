@@ -32,7 +32,7 @@ from tests.worlds.servers import alive, wait_for
 JSON = {"content-type": "application/json"}
 
 
-class Shelf:
+class ToyModels:
     """Toys under several names, and what was loaded of them."""
 
     def __init__(self, names=("a", "b", "c"), **settings):
@@ -67,7 +67,7 @@ def client_of(shelf):
 
 @pytest.fixture
 def shelf():
-    return Shelf()
+    return ToyModels()
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_metrics_have_a_sample_per_model(shelf, client):
 
 
 def test_idle_models_are_let_go_after_their_time():
-    shelf = Shelf(unload_after=100)
+    shelf = ToyModels(unload_after=100)
     with client_of(shelf) as client:
         ask(client, "a")
         shelf.now = 60
@@ -172,7 +172,7 @@ def test_ollamas_keep_alive_is_honoured(shelf, client, keep, gone):
 
 
 def test_the_model_used_longest_ago_makes_room():
-    shelf = Shelf(max_loaded_models=2)
+    shelf = ToyModels(max_loaded_models=2)
     with client_of(shelf) as client:
         for shelf.now, name in enumerate(("a", "b", "a", "c")):
             assert ask(client, name).status_code == 200
@@ -188,7 +188,7 @@ def test_memory_is_looked_at_before_loading(shelf, client):
 
 
 def test_a_model_that_answers_is_not_let_go_for_another():
-    shelf = Shelf(max_loaded_models=1, unload_after=10)
+    shelf = ToyModels(max_loaded_models=1, unload_after=10)
     with client_of(shelf) as client:
         ask(client, "a")
         shelf.models.entries["a"].active += 1
@@ -263,7 +263,7 @@ def test_models_that_load_stop_no_other(shelf, client):
 
 
 def test_one_waits_for_room_that_another_may_leave():
-    shelf = Shelf(max_loaded_models=1)
+    shelf = ToyModels(max_loaded_models=1)
     shelf.gate, answers = threading.Event(), []
     with client_of(shelf) as client:
         one = begun(client, "a", answers)
@@ -287,7 +287,7 @@ def test_the_end_while_a_model_loads(shelf, client):
 
 @pytest.mark.parametrize("keep", spread([10**400, -(10**400), 1e300, "9" * 33, True], 2))
 def test_what_is_refused_as_keep_alive_keeps_nothing(keep):
-    shelf = Shelf(unload_after=5)
+    shelf = ToyModels(unload_after=5)
     with client_of(shelf) as client:
         body = {"model": "a", "prompt": "Hi", "stream": False}
         assert client.post("/api/generate", json=body).status_code == 200
@@ -304,7 +304,7 @@ def test_a_task_that_dies_is_heard(monkeypatch, caplog):
 
     monkeypatch.setattr(models, "LOOK_SECONDS", 0.0)
     monkeypatch.setattr(models.Models, "let_go", fails)
-    with client_of(Shelf()):
+    with client_of(ToyModels()):
         assert wait_for(lambda: "unloading by time has failed" in caplog.text)
 
 
@@ -312,7 +312,7 @@ def test_a_body_is_parsed_once(monkeypatch):
     parsed = []
     for module in (models, answering):
         monkeypatch.setattr(module, "parse_json", lambda data: parsed.append(0) or parse_json(data))
-    with client_of(Shelf()) as client:
+    with client_of(ToyModels()) as client:
         assert ask(client, "a").status_code == 200 and parsed == [0]
 
 
@@ -327,7 +327,7 @@ def test_what_is_no_request_loads_nothing(shelf, client):
 
 
 def test_bodies_that_wait_for_a_model_count_as_bodies():
-    shelf = Shelf(max_body_bytes=1024)
+    shelf = ToyModels(max_body_bytes=1024)
     shelf.gate, answers = threading.Event(), []
     with client_of(shelf) as client:
         asking = [
@@ -344,7 +344,7 @@ def test_bodies_that_wait_for_a_model_count_as_bodies():
 
 
 def test_the_end_closes_all():
-    shelf = Shelf()
+    shelf = ToyModels()
     with client_of(shelf) as client:
         ask(client, "a"), ask(client, "b")
         assert client.portal.call(shelf.models.drain, 5)
@@ -366,7 +366,7 @@ def test_nothing_that_is_being_read_is_cut_off_at_the_end(several, path, stage, 
         return work(*args, **kwargs)
 
     source = partial(load, EngineConfig(model="toy"))
-    app = Shelf().app if several else create_app(source, ServeSettings())
+    app = ToyModels().app if several else create_app(source, ServeSettings())
     body = {"model": "a", "prompt": "Hi"}
     with TestClient(app, base_url="http://localhost") as client:
         assert wait_for(lambda: client.post(path, json=body).status_code == 200)

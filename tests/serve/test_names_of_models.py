@@ -11,7 +11,7 @@ from forerun.serve.app import create_app, create_models_app
 from forerun.serve.models import Source
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "stream": False}
-ASKED = {
+REQUESTS = {
     "/v1/chat/completions": {**CHAT, "max_tokens": 2},
     "/v1/messages": {**CHAT, "max_tokens": 2},
     "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
@@ -39,7 +39,7 @@ def strict(names, several):
 def test_every_dialect_takes_every_spelling_of_a_name(several):
     """A name that ends in the tag was not found by Ollama's clients, nor one with it by others."""
     with strict(("plain", "own:latest"), several) as client:
-        for path, body in ASKED.items():
+        for path, body in REQUESTS.items():
             for name in ("plain", "plain:latest", "own:latest"):
                 answer = client.post(path, json={**body, "model": name})
                 assert answer.status_code == 200, (path, name, answer.text)
@@ -57,7 +57,7 @@ def test_ollamas_list_adds_its_tag_to_names_without_one(several, name, listed):
     with strict((name,), several) as client:
         (one,) = client.get("/api/tags").json()["models"]
         assert one["name"] == one["model"] == listed
-        body = {**ASKED["/api/chat"], "model": listed}
+        body = {**REQUESTS["/api/chat"], "model": listed}
         assert client.post("/api/chat", json=body).status_code == 200
         (one,) = client.get("/api/ps").json()["models"]
         assert one["model"] == listed
@@ -73,7 +73,7 @@ def test_anthropics_list(several):
         assert (page["first_id"], page["has_more"], card["display_name"]) == ("toy", False, "toy")
         assert card["type"] == "model" and card["created_at"].endswith("Z")
         assert client.get("/v1/models/toy", headers=version).json() == card
-        assert client.post("/v1/messages", json=ASKED["/v1/messages"]).status_code == 200
+        assert client.post("/v1/messages", json=REQUESTS["/v1/messages"]).status_code == 200
         loaded = client.get("/v1/models/toy", headers=version).json()
         assert loaded["max_input_tokens"] > 0
 
@@ -96,7 +96,7 @@ def test_what_needs_no_model_loads_none():
         assert client.post("/flush_cache").json()["error"]["code"] == "not_loaded"
         (state,) = client.get("/v1/models").json()["data"]
         assert state["state"] == "unloaded"
-        assert client.post("/v1/messages", json=ASKED["/v1/messages"]).status_code == 200
+        assert client.post("/v1/messages", json=REQUESTS["/v1/messages"]).status_code == 200
         assert client.post("/flush_cache").status_code == 200
 
 
@@ -107,11 +107,11 @@ def test_a_model_that_is_used_while_it_waits_to_be_let_go_stays():
     models, now = app.state.service, 0.0
     models.clock = lambda: now
     with TestClient(app, base_url="http://localhost") as client:
-        assert client.post("/v1/messages", json=ASKED["/v1/messages"]).status_code == 200
+        assert client.post("/v1/messages", json=REQUESTS["/v1/messages"]).status_code == 200
         client.portal.call(models._changing.acquire)
         now = 6.0
         waiting = client.portal.start_task_soon(models.let_go)
-        assert client.post("/v1/messages", json=ASKED["/v1/messages"]).status_code == 200
+        assert client.post("/v1/messages", json=REQUESTS["/v1/messages"]).status_code == 200
 
         async def released():
             models._changing.release()

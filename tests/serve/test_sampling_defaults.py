@@ -15,13 +15,13 @@ from forerun.serve.bodies.prepare import chat_generation, completion_generation
 from forerun.serve.bodies.schema import ChatBody, CompletionBody
 from tests.models import tiny
 
-SAID = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True, "eos_token_id": 2}
+GENERATION = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True, "eos_token_id": 2}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tiny.save_folder(tiny.model("llama"), tmp_path_factory.mktemp("model"))
-    (path / "generation_config.json").write_text(json.dumps(SAID))
+    (path / "generation_config.json").write_text(json.dumps(GENERATION))
     return path
 
 

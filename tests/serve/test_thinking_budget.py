@@ -16,8 +16,8 @@ from tests.cli.toys import toy_loaded
 from tests.worlds.toy_app import toy_client
 
 SETTINGS = ServeSettings(reasoning_end="</think>")
-ASKED = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "temperature": 0}
-MESSAGES = ASKED | {"model": "toy"}
+BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "temperature": 0}
+MESSAGES = BODY | {"model": "toy"}
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def client():
 
 
 def thought_of(client, **body):
-    answer = client.post("/v1/chat/completions", json=ASKED | body)
+    answer = client.post("/v1/chat/completions", json=BODY | body)
     assert answer.status_code == 200, answer.text
     message = answer.json()["choices"][0]["message"]
     return message.get("reasoning_content"), message["content"], answer.json()["usage"]
@@ -79,13 +79,13 @@ def test_a_server_has_a_budget_that_requests_replace():
         assert thought_of(client, thinking_token_budget=9)[0][:3] == thought_of(client)[0][:3]
         assert len(thought_of(client, thinking_token_budget=9)[0]) > 4
         assert thought_of(client, thinking_token_budget=-1)[0] is None, "the model decides"
-        short = client.post("/v1/chat/completions", json=ASKED | {"max_tokens": 2})
+        short = client.post("/v1/chat/completions", json=BODY | {"max_tokens": 2})
         assert short.headers["x-forerun-ignored"] == "thinking_budget (cut to 1)"
 
 
 def test_a_budget_beyond_the_context_leaves_room_for_the_answer(loaded):
     """Without max_tokens an answer may fill the context."""
-    body = {"messages": ASKED["messages"], "thinking_token_budget": 5000}
+    body = {"messages": BODY["messages"], "thinking_token_budget": 5000}
     generation = dialogue(read(ChatBody, body), loaded, SETTINGS)
     room = loaded.context - (len(generation.prompt) - len("<think>"))
     assert generation.rules.grammar.budget.tokens == room // 2
@@ -97,7 +97,7 @@ def test_a_template_hears_of_the_budget(client):
     names = {"chat_template_kwargs": {"thinking_budget": 7}}
     assert thought_of(client, **names) == thought_of(client, thinking_budget=7)
     for body in (names, {"thinking_budget": 7}):
-        parsed = read(ChatBody, ASKED | body)
+        parsed = read(ChatBody, BODY | body)
         assert budget_name(parsed, "{% if thinking_budget %}") == {"thinking_budget": 7}
         assert budget_name(parsed, "plain") == {}
 
@@ -124,15 +124,15 @@ def test_a_template_hears_of_the_budget(client):
     ],
 )
 def test_a_budget_that_cannot_be_kept_is_refused(client, body, names):
-    answer = client.post("/v1/chat/completions", json=ASKED | body)
+    answer = client.post("/v1/chat/completions", json=BODY | body)
     assert answer.status_code == 400 and names in answer.json()["error"]["message"]
 
 
 def test_a_model_without_marks_refuses_and_anthropics_target_is_left_out():
     with client_of(reasoning_end="off") as client:
-        answer = client.post("/v1/chat/completions", json=ASKED | {"thinking_budget": 3})
+        answer = client.post("/v1/chat/completions", json=BODY | {"thinking_budget": 3})
         assert answer.status_code == 400 and "marks" in answer.json()["error"]["message"]
-        assert client.post("/v1/chat/completions", json=ASKED | {"thinking_budget": -1}).is_success
+        assert client.post("/v1/chat/completions", json=BODY | {"thinking_budget": -1}).is_success
         thinking = {"type": "enabled", "budget_tokens": 20}
         answer = client.post("/v1/messages", json=MESSAGES | {"thinking": thinking})
         assert answer.status_code == 200
@@ -177,7 +177,7 @@ def test_structure_begins_behind_a_forced_end(client):
 
 def test_streamed_and_whole_are_the_same(client):
     whole = thought_of(client, thinking_budget=7)[:2]
-    body = ASKED | {"thinking_budget": 7, "stream": True}
+    body = BODY | {"thinking_budget": 7, "stream": True}
     lines = client.post("/v1/chat/completions", json=body).text.split("\n\n")
     deltas = [json.loads(line[6:])["choices"] for line in lines if line.startswith("data: {")]
     said = [choice["delta"] for choices in deltas for choice in choices]
@@ -188,7 +188,7 @@ def test_streamed_and_whole_are_the_same(client):
     ends = [choice for choices in deltas for choice in choices if choice["finish_reason"]]
     plain = client.post("/v1/chat/completions", json=body | {"stream": False}).json()
     assert [one["thinking"] for one in (*ends, *plain["choices"])] == ["budget"] * 2
-    free = client.post("/v1/chat/completions", json=ASKED).json()
+    free = client.post("/v1/chat/completions", json=BODY).json()
     assert "thinking" not in free["choices"][0]
 
 
@@ -211,7 +211,7 @@ def test_only_a_budget_that_ended_the_thought_is_named(tokens, cut):
 
 def test_a_thought_that_the_prompt_began_counts(loaded):
     message = {"role": "assistant", "content": "<think>I see a"}
-    body = ASKED | {"messages": [*ASKED["messages"], message], "continue_final_message": True}
+    body = BODY | {"messages": [*BODY["messages"], message], "continue_final_message": True}
     generation = dialogue(read(ChatBody, body | {"thinking_budget": 20}), loaded, SETTINGS)
     assert generation.rules.grammar.budget.used == len("I see a")
 

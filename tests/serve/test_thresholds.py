@@ -19,7 +19,7 @@ from tests.engine.toys import best, foresee, logits, make
 
 HEADER = "x-forerun-lossy"
 LOSSY = {"accept_threshold_single": 0.3, "accept_threshold_acc": 1.0}
-TOLD = "accept_threshold_single=0.3, accept_threshold_acc=1"
+SHOWN = "accept_threshold_single=0.3, accept_threshold_acc=1"
 
 
 def answers(single=None, acc=None, temperature=1.0, count=12):
@@ -114,13 +114,13 @@ def test_an_answer_says_it(client, path):
     body = ROUTES[path] | {"speculative": LOSSY}
     answer = client.post(path, json=body)
     assert answer.status_code == 200, answer.text
-    assert answer.headers[HEADER] == TOLD
+    assert answer.headers[HEADER] == SHOWN
     if path.endswith("completions"):
         assert answer.json()["metadata"] == {"lossy": LOSSY}
     if path == "/generate":
         assert answer.json()["meta_info"]["lossy"] == LOSSY
     streamed = client.post(path, json=body | {"stream": True})
-    assert streamed.headers[HEADER] == TOLD
+    assert streamed.headers[HEADER] == SHOWN
     quiet = client.post(path, json=ROUTES[path])
     assert HEADER not in quiet.headers and "lossy" not in quiet.text
 
@@ -149,7 +149,7 @@ def test_a_lossy_server_says_so(capsys):
         info = client.get("/server_info").json()
         assert info["lossy"].startswith("lossy: ")
         assert info["config"]["speculative_accept_threshold_single"] == 0.3
-        assert client.post("/v1/chat/completions", json=CHAT).headers[HEADER] == TOLD
+        assert client.post("/v1/chat/completions", json=CHAT).headers[HEADER] == SHOWN
         exactly = {"speculative": {"accept_threshold_single": 1.0}}
         assert HEADER not in client.post("/v1/chat/completions", json=CHAT | exactly).headers
     with toy_loaded() as plain:

@@ -25,7 +25,7 @@ def client(monkeypatch):
 
 
 LONG = "1" * 2_000_000
-TOLD = ("This model's maximum context length is ", "prompt is too long: ")
+BEGINNINGS = ("This model's maximum context length is ", "prompt is too long: ")
 """Words by which LiteLLM, and agents on it, know that a prompt is too long: they shorten it. The
 last ones are Anthropic's own."""
 BODIES = {
@@ -48,10 +48,10 @@ def test_a_text_beyond_the_context_is_refused_unencoded(client, plain, path):
     # Known only once it is encoded.
     encoded = json.loads(json.dumps(BODIES[path]).replace(LONG, LONG[:1100]))
     for one in (answer, plain.post(path, json={"model": model, **encoded})):
-        assert one.status_code == 400 and TOLD[path == "/v1/messages"] in one.text
+        assert one.status_code == 400 and BEGINNINGS[path == "/v1/messages"] in one.text
         assert "rate limit" not in one.text and "429" not in one.text
     other = plain.post(path, json={"model": 5})
-    assert other.status_code == 400 and not any(words in other.text for words in TOLD)
+    assert other.status_code == 400 and not any(words in other.text for words in BEGINNINGS)
     assert client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}).status_code == 200
 
 

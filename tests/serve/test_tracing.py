@@ -23,7 +23,7 @@ def collector():
     """An HTTP server that keeps the spans it is sent, and where it listens."""
     spans, paths = [], []
 
-    class Keep(BaseHTTPRequestHandler):
+    class Collector(BaseHTTPRequestHandler):
         def do_POST(self):
             body = self.rfile.read(int(self.headers["content-length"]))
             if self.headers.get("content-encoding") == "gzip":
@@ -40,7 +40,7 @@ def collector():
         def log_message(self, *_):
             pass
 
-    server = HTTPServer(("127.0.0.1", 0), Keep)
+    server = HTTPServer(("127.0.0.1", 0), Collector)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}", spans, paths
     server.shutdown()

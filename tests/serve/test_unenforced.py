@@ -19,14 +19,14 @@ def wrapped(strict):
     return {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": strict}}
 
 
-ASKED = [
+REQUESTS = [
     ("response_format.json_schema.schema", {"response_format": wrapped(False)}),
     ("structured_outputs.json", {"structured_outputs": {"json": SCHEMA}}),
     ("guided_json", {"guided_json": SCHEMA}),
 ]
 
 
-@pytest.mark.parametrize(("field", "body"), ASKED, ids=[field for field, _ in ASKED])
+@pytest.mark.parametrize(("field", "body"), REQUESTS, ids=[field for field, _ in REQUESTS])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_it_is_named(client, field, body, path):
     request = (CHAT if "chat" in path else {"prompt": "Hi", "max_tokens": 20}) | body

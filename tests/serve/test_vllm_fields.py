@@ -11,11 +11,11 @@ from forerun.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer.byte_level()
 PATHS = ("/v1/chat/completions", "/v1/completions")
-ASKED = [{"role": "user", "content": "Hi"}]
+MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
 def ask(client, path, code=200, **body):
-    base = {"messages": ASKED} if "chat" in path else {"prompt": "Hi"}
+    base = {"messages": MESSAGES} if "chat" in path else {"prompt": "Hi"}
     answer = client.post(path, json={**base, "max_tokens": 24, "temperature": 0, **body})
     assert answer.status_code == code, answer.text
     return answer.json()
@@ -99,7 +99,7 @@ BACKENDS = ["xgrammar", "outlines", "auto", "guidance:no-fallback", "xgrammar:no
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_guided_decoding_backend_is_this_one(client, path, backend):
     fields = {"guided_regex": "[ab]{4}", "guided_decoding_backend": backend}
-    base = {"messages": ASKED} if "chat" in path else {"prompt": "Hi"}
+    base = {"messages": MESSAGES} if "chat" in path else {"prompt": "Hi"}
     answer = client.post(path, json={**base, **fields, "max_tokens": 24, "temperature": 0})
     assert answer.headers["x-forerun-ignored"] == "guided_decoding_backend"
     assert text(answer.json()) == text(ask(client, path, guided_regex="[ab]{4}"))
@@ -160,7 +160,7 @@ def test_tokens_named_by_their_ids(client):
 
 def test_counts_in_chunks_begin_at_nothing(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"messages": ASKED, "max_tokens": 5, "stream": True, "stream_options": options}
+    body = {"messages": MESSAGES, "max_tokens": 5, "stream": True, "stream_options": options}
     lines = client.post(PATHS[0], json=body).text.split("\n\n")
     chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
     assert chunks[0]["choices"][0]["delta"]["role"] == "assistant"
@@ -186,15 +186,15 @@ def test_texts_to_tokens_as_three_servers_ask(client):
     assert post("/detokenize", tokens=[72, 105])["prompt"] == "Hi"
     assert post("/v1/detokenize", tokens=[[72], [105]])["text"] == ["H", "i"]
     assert post("/detokenize", tokens=[])["content"] == ""
-    chat = post("/tokenize", messages=ASKED)["tokens"]
+    chat = post("/tokenize", messages=MESSAGES)["tokens"]
     assert chat == ask(client, PATHS[0], return_token_ids=True)["prompt_token_ids"]
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    count = post("/tokenize", messages=ASKED, tools=[tool])["count"]
+    count = post("/tokenize", messages=MESSAGES, tools=[tool])["count"]
     reply = ask(client, PATHS[0], tools=[tool], tool_choice="auto")
     assert count == reply["usage"]["prompt_tokens"]
-    begun = [*ASKED, {"role": "assistant", "content": "Well"}]
+    begun = [*MESSAGES, {"role": "assistant", "content": "Well"}]
     going = post("/tokenize", messages=begun, continue_final_message=True)["tokens"]
     assert TOKENIZER.decode(going).endswith("Well")
     both = {"add_generation_prompt": True, "continue_final_message": True}
     assert "cannot both" in post("/tokenize", 400, messages=begun, **both)["error"]["message"]
-    assert post("/tokenize", 400, prompt="a", messages=ASKED)["error"]["param"] == "prompt"
+    assert post("/tokenize", 400, prompt="a", messages=MESSAGES)["error"]["param"] == "prompt"

@@ -26,7 +26,7 @@ PATIENCE = 60.0
 HELLO = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 
 
-class Waiting:
+class WaitingRenderer:
     """Renders when it may."""
 
     waits = True
@@ -47,7 +47,7 @@ class Waiting:
 
 def test_others_are_answered_while_a_conversation_is_rendered():
     with toy_loaded() as loaded:
-        renderer = loaded.chat._renderer = Waiting(loaded.chat._renderer)
+        renderer = loaded.chat._renderer = WaitingRenderer(loaded.chat._renderer)
         with (
             TestClient(create_app(loaded, ServeSettings())) as client,
             ThreadPoolExecutor() as pool,
@@ -79,11 +79,11 @@ def test_small_bodies_do_not_wait_for_large_ones():
 def test_a_lost_process_is_a_503():
     with toy_loaded() as loaded:
 
-        class Lost(Waiting):
+        class LostRenderer(WaitingRenderer):
             def render(self, names):
                 raise WorkerError("it was ended from outside")
 
-        loaded.chat._renderer = Lost(loaded.chat._renderer)
+        loaded.chat._renderer = LostRenderer(loaded.chat._renderer)
         with TestClient(create_app(loaded, ServeSettings())) as client:
             answer = client.post("/v1/chat/completions", json=HELLO)
     assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1

@@ -1,6 +1,6 @@
 """Counts what one token's walk opens: the package's files in which something runs between the
-plan of a step and the delta that reports its token. A kernel of a GPU, and what its slow twin
-(tests/twins) calls instead of it, is none of them.
+plan of a step and the delta that reports its token. A kernel of a GPU, and what its reference
+(tests/references) calls instead of it, is none of them.
 
     with Walk() as walk:
         engine.step_once()
@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.shape.tree import PACKAGE, ROOT, parsed
 
-TWINS = f"{ROOT / 'tests' / 'twins'}/"
+REFERENCES = f"{ROOT / 'tests' / 'references'}/"
 
 
 class Walk:
@@ -23,7 +23,7 @@ class Walk:
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
-        self._twins = 0  # How many of their frames are running.
+        self._references = 0  # How many of their frames are running.
 
     def __enter__(self) -> "Walk":
         sys.setprofile(self._count)
@@ -34,9 +34,9 @@ class Walk:
 
     def _count(self, frame: FrameType, event: str, arg: Any) -> None:
         name = frame.f_code.co_filename
-        if name.startswith(TWINS):
-            self._twins += {"call": 1, "return": -1}.get(event, 0)
-        elif event == "call" and name.startswith(f"{PACKAGE}/") and not self._twins:
+        if name.startswith(REFERENCES):
+            self._references += {"call": 1, "return": -1}.get(event, 0)
+        elif event == "call" and name.startswith(f"{PACKAGE}/") and not self._references:
             self.calls[name.removeprefix(f"{PACKAGE}/")] += 1
 
     @property

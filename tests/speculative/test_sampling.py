@@ -1,4 +1,4 @@
-"""`process` against a twin that follows the definitions token by token."""
+"""`process` against a reference that follows the definitions token by token."""
 
 import math
 from dataclasses import replace

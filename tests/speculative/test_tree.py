@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from forerun.speculative.tree import Draft, DraftSource, batch, unpadded
 from forerun.speculative.verify import intervals, positions
+from tests.references.verify import ancestor_mask, attend
 from tests.speculative.worlds import as_draft, drafts, paths
-from tests.twins.verify import ancestor_mask, attend
 
 rows = st.lists(
     st.tuples(st.lists(st.integers(0, 7), min_size=1, max_size=6), drafts()), max_size=5

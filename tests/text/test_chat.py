@@ -441,7 +441,7 @@ def test_what_a_large_conversation_takes_is_its_own_doing():
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_template_says_the_same_here_and_apart(tokenizers, name):
-    """The slow twin of rendering in a process of its own."""
+    """The reference of rendering in another process: rendering in this one."""
     ours, _ = tokenizers
     template = chat_template(BY_NAME[name], ours)
     here = copy(template)
@@ -460,7 +460,7 @@ def test_only_known_templates_run_in_this_process():
         assert len(digest) == 64
 
 
-SAID = Path(__file__).parent / "smollm2_ids.json"
+EXPECTED_IDS = Path(__file__).parent / "smollm2_ids.json"
 """By text or name of a chat, ids that transformers' tokenizer of the default model says."""
 READ = [text for text in TEXTS if "\u0663" not in text]
 """Without those of which its reader of GGUF forgets that digits stand alone."""
@@ -475,7 +475,7 @@ def default_model():
 @pytest.mark.model
 def test_the_default_model_says_what_transformers_said(default_model):
     model, template = default_model
-    ours, said = model.tokenizer, json.loads(SAID.read_text(encoding="utf-8"))
+    ours, said = model.tokenizer, json.loads(EXPECTED_IDS.read_text(encoding="utf-8"))
     assert [text for text, _ in said["texts"]] == READ and len(said["chats"]) == 3
     for text, ids in said["texts"]:
         assert ours.encode(text).tolist() == ids
@@ -509,7 +509,7 @@ def test_transformers_still_says_so(default_model):
         for name in ("one turn", "system", "turns")
     ]
     assert json.loads(json.dumps({"texts": encoded, "chats": chats})) == json.loads(
-        SAID.read_text(encoding="utf-8")
+        EXPECTED_IDS.read_text(encoding="utf-8")
     )
 
 

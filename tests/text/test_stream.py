@@ -15,7 +15,7 @@ TOKENIZERS = {"bytes": BYTES, "bpe": byte_level("smollm"), "spm": sentence_piece
 
 
 def whole(tokenizer, ids, stop=(), include_stop=False, skip_special=True):
-    """The slow twin: decode everything, then cut where a stop string is complete first; a control
+    """The reference: decode everything, then cut where a stop string is complete first; a control
     token that is skipped may be one.
     """
     marks = {tokenizer.added[s].id: s for s in stop if skip_special and s in tokenizer.added}

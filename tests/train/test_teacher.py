@@ -34,7 +34,7 @@ def cosine(a, b):
     return (a * b).sum(-1) / np.linalg.norm(a, axis=-1) / np.linalg.norm(b, axis=-1)
 
 
-def test_twins(checkpoint):
+def test_passes_are_those_of_the_references(checkpoint):
     dense = DenseTarget(checkpoint, "cpu", torch.float32)
     with (
         core_teacher(checkpoint, FEATURES, 64, threads=2) as core,

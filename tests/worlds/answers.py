@@ -80,7 +80,7 @@ def reports(heard):
     return [[entry for news in mine for entry in news.logprobs] for mine in heard]
 
 
-class Noted:
+class RecordedDrafts:
     """What draft models propose while `patch` holds (a MonkeyPatch), and how many passes are asked
     of those on torch.
 

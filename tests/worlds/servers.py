@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tests.forked import Here
+from tests.forked import LocalForks
 
 ROOT = Path(__file__).parents[2]
 
@@ -154,7 +154,8 @@ def in_fork(options, log, environment, sender):
     from forerun.client import engine_start
     from tests.worlds.toy_server import main  # In the fork: that is what takes a second.
 
-    engine_start.subprocess = Here().subprocess()  # Where it is the first thread that starts it.
+    # Where it is the first thread that starts it.
+    engine_start.subprocess = LocalForks().subprocess()
 
     os.chdir(ROOT)
     os.environ.clear()

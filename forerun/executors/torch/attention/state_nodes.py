@@ -1,6 +1,6 @@
 """The inputs of kernels that advance recurrent states over the nodes of a step: trees, paths, and
 the nodes' own numbers. The kernels: triton/triton_states.py; their reference in torch:
-tests/twins/states.py.
+tests/references/states.py.
 
 A node's window is its own input and those of the window - 1 tokens before it: of its ancestors, and
 of the row of states at which its tree begins. The trees of different rows are independent.

@@ -20,7 +20,7 @@ compiled without the code for them.
 The number of parts depends on the length of each row (split_of in sizes.py), so that no program
 reads much longer than the others; a row with one part needs no merging.
 
-The reference is `attend_dense` in tests/twins/kernels.py.
+The reference is `attend_dense` in tests/references/kernels.py.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """The choice of a token at each node, as a Triton kernel for CUDA: one pass over the logits. The
 arithmetic is that of forerun.speculative.noise and forerun.speculative.accept; the noise is never
-stored. The reference is `choose` in tests/twins/rounds.py.
+stored. The reference is `choose` in tests/references/rounds.py.
 """
 
 import torch

@@ -1,5 +1,5 @@
 """The operations between a draft head's levels in a captured round, as Triton kernels for CUDA. The
-references are in tests/twins/rounds.py. Asynchronous.
+references are in tests/references/rounds.py. Asynchronous.
 """
 
 import torch

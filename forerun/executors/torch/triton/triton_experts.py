@@ -4,7 +4,7 @@ Pairs of a row and an expert are sorted by expert and divided into tiles of one 
 host knows only the greatest possible number of tiles: further programs have no work. So nothing
 waits for the device, shapes do not depend on values, and a round can be captured. Each matrix that
 some row needs is read once for every tile of its rows, the others not at all. The reference is
-`grouped_loop` in tests/twins/kernels.py.
+`grouped_loop` in tests/references/kernels.py.
 """
 
 import torch

@@ -1,5 +1,5 @@
 """Reads and writes of FutureState, the state that a captured round leaves for the next, one Triton
-kernel each, for CUDA. The references are in tests/twins/future.py. Asynchronous.
+kernel each, for CUDA. The references are in tests/references/future.py. Asynchronous.
 """
 
 import triton

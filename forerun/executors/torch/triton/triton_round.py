@@ -1,5 +1,5 @@
 """The operations before and after the forward pass of a captured round, as Triton kernels for CUDA.
-The references are in tests/twins/rounds.py and `PagedCache.move`. Asynchronous.
+The references are in tests/references/rounds.py and `PagedCache.move`. Asynchronous.
 """
 
 import torch

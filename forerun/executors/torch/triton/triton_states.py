@@ -1,5 +1,5 @@
 """Recurrent states of a step's nodes, as Triton kernels for CUDA. The references are in
-tests/twins/states.py. Asynchronous.
+tests/references/states.py. Asynchronous.
 
 A program keeps some columns of one head's state in registers while it processes a row's nodes, one
 after the other. After a chain the state is available; where a tree branches it is recomputed from

@@ -11,7 +11,7 @@ import numpy as np
 
 from forerun.checkpoints.checkpoint import InFourBits
 from forerun.networks.layer_spec import BESIDE_NORMS, NORM_NAMES, Experts, GatedDelta
-from tests.twins.gated_delta import Recurrence
+from tests.references.gated_delta import Recurrence
 
 GROUP = 32
 FLOATS = ("F32", "F16", "BF16")
@@ -94,7 +94,7 @@ def gelu_tanh(gate):
 
 def forward(checkpoint, tokens, kv_dtype="same"):
     """float64[T,V] logits of one sequence."""
-    return Twin(checkpoint, kv_dtype).forward(np.asarray(tokens))
+    return ReferenceModel(checkpoint, kv_dtype).forward(np.asarray(tokens))
 
 
 def best(ranked, about):
@@ -110,7 +110,7 @@ def best(ranked, about):
     return np.argsort(-ranked, kind="stable")[: about.top_k]
 
 
-class Twin:
+class ReferenceModel:
     def __init__(self, checkpoint, kv_dtype="same"):
         self.kv_dtype = kv_dtype
         self.checkpoint, self.arch = checkpoint, checkpoint.architecture

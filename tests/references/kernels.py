@@ -4,6 +4,7 @@ to, and what captured rounds are tested with where there is no GPU.
 
 from dataclasses import fields, is_dataclass, replace
 from functools import wraps
+from inspect import isfunction
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +19,19 @@ from forerun.executors.torch.decoder.grouped import Pairs, Stacked
 from forerun.executors.torch.shaping import shaped
 from forerun.executors.torch.triton.kernels import Kernels
 from forerun.networks.layer_spec import AttentionSpec
-from tests.twins.future import leave, resume
-from tests.twins.rounds import accept, children, choose, descend, follow, grow, keep, near, prepare
-from tests.twins.states import STATES
+from tests.references.future import leave, resume
+from tests.references.rounds import (
+    accept,
+    children,
+    choose,
+    descend,
+    follow,
+    grow,
+    keep,
+    near,
+    prepare,
+)
+from tests.references.states import STATES
 
 
 def attend_dense(
@@ -33,7 +44,7 @@ def attend_dense(
 ) -> Tensor:
     """Context [Q,A,E] of queries [Q,A,E] over one layer's keys and values.
 
-    The slow twin of the kernels: every page of every table is read, then masked. Shapes depend
+    The reference of the kernels: every page of every table is read, then masked. Shapes depend
     on shapes alone, so it can be captured.
 
     spec   how scores are made; None: scaled by 1/sqrt(E), no window
@@ -78,7 +89,7 @@ def attend_dense(
 
 
 def grouped_loop(x: Tensor, matrices: Stacked, pairs: Pairs, k: int) -> Tensor:
-    """GroupedProduct, every expert for every pair: the slow twin of triton_experts.grouped. Shapes
+    """GroupedProduct, every expert for every pair: the reference of triton_experts.grouped. Shapes
     depend on shapes alone, so it can be captured.
     """
     rows = x.repeat_interleave(k, 0)
@@ -95,8 +106,8 @@ def grouped_loop(x: Tensor, matrices: Stacked, pairs: Pairs, k: int) -> Tensor:
     return result
 
 
-def twin(work):
-    """`work` of the package, where a kernel of ours runs on a GPU: its frames are the twins'."""
+def as_reference(work):
+    """`work` of the package in place of a kernel: its frames count as the reference's."""
 
     @wraps(work)
     def stands_for(*args, **kwargs):
@@ -105,29 +116,29 @@ def twin(work):
     return stands_for
 
 
-def twins_of(parts):
+def references_of(parts):
     """The same of all functions of a dataclass, and of dataclasses in it."""
     result = {each.name: getattr(parts, each.name) for each in fields(parts)}
     return replace(
         parts,
-        **{name: twin(work) for name, work in result.items() if type(work).__name__ == "function"},
-        **{name: twins_of(work) for name, work in result.items() if is_dataclass(work)},
+        **{name: as_reference(work) for name, work in result.items() if isfunction(work)},
+        **{name: references_of(work) for name, work in result.items() if is_dataclass(work)},
     )
 
 
-SLOW_TWINS = Kernels(
+REFERENCE_KERNELS = Kernels(
     attend=attend_dense,
     varlen=row_by_row,
-    enter=twin(enter),
-    move=twin(PagedCache.move),
+    enter=as_reference(enter),
+    move=as_reference(PagedCache.move),
     prepare=prepare,
     near=near,
     accept=accept,
     choose=choose,
-    best=twin(best),
-    shape=twin(shaped),
+    best=as_reference(best),
+    shape=as_reference(shaped),
     keep=keep,
-    rotation=twin(rotation),
+    rotation=as_reference(rotation),
     follow=follow,
     grow=grow,
     descend=descend,
@@ -135,6 +146,6 @@ SLOW_TWINS = Kernels(
     resume=resume,
     leave=leave,
     states=STATES,
-    parts=replace(twins_of(PLAIN), grouped=grouped_loop),
+    parts=replace(references_of(PLAIN), grouped=grouped_loop),
 )
 """All of them in plain torch, on any device."""

@@ -1,5 +1,5 @@
 """What a captured round launches before and after its forward pass, and beside a draft head in the
-levels that it grows, in plain torch: the slow twins of forerun.executors.torch.triton.triton_round,
+levels that it grows, in plain torch: the references of forerun.executors.torch.triton.triton_round,
 triton_choice and triton_draft, which do each in one or two launches.
 
 What they take and give is said in forerun.executors.torch.triton.round_types.
@@ -105,8 +105,8 @@ def walk(choices: Tensor, inputs: RoundInputs) -> Tensor:
     )
     enter, leave = inputs["tree_intervals"].view(2, rows, -1)
     order = torch.arange(chosen.shape[1], device=choices.device)
-    twins = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
-    doubled = (twins & (order[:, None] > order)).any(-1)
+    same = (parents[:, :, None] == parents[:, None]) & (tokens[:, :, None] == tokens[:, None])
+    doubled = (same & (order[:, None] > order)).any(-1)
     drafted = tokens == chosen.gather(1, parents.clamp_min(0).long())
     right = ((drafted & ~doubled) | (order == 0)) & (chosen != NOTHING)
     right &= (order < inputs["count"][:, None]) & (inputs["decided"][:, None] > 0)
@@ -160,7 +160,7 @@ def grow(
     rows, width = grown.shape[1], size.width
     logits = logits.float()
     best, which = logits.topk(min(max(CANDIDATES, width), len(ids)), -1)
-    likely = Likely(best, which, logits.logsumexp(-1), ids)
+    likely = TopChildren(best, which, logits.logsumexp(-1), ids)
     tokens, values = pick(likely, noise, width)
     values = values.clamp_max(0.0).view(rows, -1, width)
     begin, count = full_size(width, level), values[0].numel()
@@ -177,7 +177,7 @@ def grow(
 
 
 @dataclass(frozen=True, slots=True)
-class Likely:
+class TopChildren:
     """The k likeliest children of n nodes, as a draft head sees them.
 
     logits      float32[n,k], descending
@@ -192,7 +192,7 @@ class Likely:
     ids: Tensor
 
 
-def pick(likely: Likely, noise: NodeNoise, width: int) -> tuple[Tensor, Tensor]:
+def pick(likely: TopChildren, noise: NodeNoise, width: int) -> tuple[Tensor, Tensor]:
     """The `width` best children of n nodes, best first: target ids int32[n,width], and
     log-probabilities float32[n,width]; -inf instead of NaN.
 
@@ -219,7 +219,7 @@ def children(
     each = len(scores) // len(ids)
     normaliser = torch.logaddexp(scores.logsumexp(-1), others.repeat_interleave(each))
     which = torch.arange(ids.numel(), device=ids.device).view_as(ids)
-    likely = Likely(scores, which.repeat_interleave(each, 0), normaliser, ids.flatten())
+    likely = TopChildren(scores, which.repeat_interleave(each, 0), normaliser, ids.flatten())
     wide = (noise.seeds, noise.positions, noise.temperatures)
     wide = NodeNoise(*(part.repeat_interleave(each) for part in wide))
     tokens, values = pick(likely, wide, width)

@@ -1,10 +1,10 @@
-"""What tests of all dialects ask, and what OpenAI's route answers to it."""
+"""Requests of the tests of all dialects, and the answers of OpenAI's route to them."""
 
 import pytest
 
 SAMPLED = {"temperature": 1.0, "seed": 11}
 GREEDY = {"temperature": 0.0, "seed": 0}
-ASKED = [{"role": "user", "content": "Which city?"}]
+MESSAGES = [{"role": "user", "content": "Which city?"}]
 PLACE = {
     "type": "object",
     "properties": {"city": {"enum": ["Paris", "Rome"]}, "days": {"enum": [1, 2]}},
@@ -26,7 +26,7 @@ def is_place(value):
     return value["city"] in ("Paris", "Rome") and value["days"] in (1, 2) and len(value) == 2
 
 
-def chat(server, messages=ASKED, **options):
+def chat(server, messages=MESSAGES, **options):
     """The choice of /v1/chat/completions, and its usage."""
     body = {"messages": messages, "max_tokens": 40, **options}
     answer = server.post("/v1/chat/completions", body)
@@ -34,5 +34,5 @@ def chat(server, messages=ASKED, **options):
     return answer.json()["choices"][0], answer.json()["usage"]
 
 
-def text_of(server, messages=ASKED, **options):
+def text_of(server, messages=MESSAGES, **options):
     return chat(server, messages, **options)[0]["message"]["content"]

@@ -1,4 +1,4 @@
-"""What advances recurrent states over a step's trees, in plain torch: the slow twins of
+"""What advances recurrent states over a step's trees, in plain torch: the references of
 forerun.executors.torch.triton.triton_states, and the kernels of captured rounds where there is no
 GPU. What they take and give: forerun.executors.torch.attention.state_nodes.
 """

@@ -1,5 +1,5 @@
 """How a round takes up what the one before it left by slot, and leaves what the next one needs, in
-plain torch: the slow twins of forerun.executors.torch.triton.triton_future, which does each in one
+plain torch: the references of forerun.executors.torch.triton.triton_future, which does each in one
 launch.
 
 The draft tokens are the best of the full tree, exactly those that

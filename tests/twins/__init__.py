@@ -1,1 +1,0 @@
-"""Slow twins: what fast paths of the product are held to. Nothing in forerun/ imports them."""
