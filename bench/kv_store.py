@@ -57,7 +57,7 @@ def measured(config: EngineConfig, prompts: list[Ints]) -> list[dict[str, float]
 
 
 def main() -> None:
-    """Measure, print a table, and write it where that is asked."""
+    """Measure, print a table, and write it with --out."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 4000, 8000])

@@ -9,7 +9,7 @@ Answers keep the temperature and seed that they were sampled with: the drafter k
 their positions, as in service.
 
 `run` plays the answers back through the real n-gram drafter and the real policy. A step takes
-what COSTS says of its nodes, LOOK_MS and ROW_LOOK_MS more where the drafter was asked, and NOISE;
+what COSTS says of its nodes, LOOK_MS and ROW_LOOK_MS more where the drafter ran, and NOISE;
 the policy sees reports only, as in service. Printed, of `--seeds` runs: speed over plain decoding
 (mean, range, and range of rounds, which have a policy each); of plain decoding's time what was lost
 (below 0: won) by verifying draft tokens, and what by looking for them; tokens per step and row, and

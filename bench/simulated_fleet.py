@@ -65,7 +65,7 @@ H100 = Device(
 
 @dataclass(frozen=True)
 class Workload:
-    """Conversations: so many agents, some far more often asked (Zipf), with system prompts of their
+    """Conversations: so many agents, some far more often used (Zipf), with system prompts of their
     own; turns that follow each other after a pause; prompts and answers as of shared chats, which
     are log-normal; a fifth carry a document.
 
@@ -127,7 +127,7 @@ gives to one that drains. So it was measured once."""
 class Turn:
     """A request: its text is `blocks`, the last of them new; `answer` tokens come back.
 
-    arrived  when it was asked; a stream that breaks is asked anew
+    arrived  when it was sent; a stream that breaks is sent anew
     first    when its first token came, done when its last
     """
 
@@ -146,7 +146,7 @@ class Turn:
 @dataclass
 class Replica:
     """speed: times as fast as others. still: takes requests and does nothing. taking: new requests.
-    bounded: who runs has pages, and waits
+    bounded: running ones have pages, and wait
     for them. cache: blocks that it has, the oldest first.
     """
 
@@ -170,7 +170,7 @@ class Replica:
         return blocks * TOKENS + sum(turn.answer for turn in turns)
 
     def admit(self) -> list[Turn]:
-        """Take in who waits, while there are slots; what is cached of them need not be computed."""
+        """Take in waiting ones, while there are slots; what is cached of them is not computed."""
         taken = []
         while self.waiting and len(self.running) < self.device.rows:
             if self.bounded and self.running and self.held([self.waiting[0]]) > self.device.cache:
@@ -405,7 +405,7 @@ def conversations(work: Workload, rate: float, seconds: float, seed: int) -> lis
 
 
 def arrive(fleet: Fleet, pending: Sequence[Conversation], until: float) -> None:
-    """Have them asked."""
+    """Have them sent."""
 
     def say(one: Conversation, number: int, now: float) -> None:
         def then(turn: Turn, when: float) -> None:
@@ -442,7 +442,7 @@ class Case:
 
 
 def simulated(case: Case, routers: list[Router]) -> tuple[dict[str, float], list[Turn]]:
-    """What clients see who ask after a quarter of the time, and all turns."""
+    """What clients see that come after a quarter of the time, and all turns."""
     device, seconds = case.device, case.seconds
     made = [Replica(f"r{n}", device, speculates=case.speculates) for n in range(case.replicas)]
     fleet = Fleet(made, routers, case.seed)

@@ -15,7 +15,7 @@ import pytest
 from tests.workers import fork_workers, say_less
 
 # Small products only: more threads than one would mostly spin while they wait for each other, here
-# and in every process that a test starts. Whoever wants two threads sets them.
+# and in every process that a test starts. Tests that want two threads set them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,7 +1,7 @@
 """Python programs as forks of a process that has imported what they import, instead of interpreters
 that begin: seconds of processor time each.
 
-They are children of who asks, with process ids, ends and stops of their own, and nothing but what
+They are children of the caller, with process ids, ends and stops of their own, and nothing but what
 they are handed is open in them. Only for programs that start by their command line somewhere, too.
 """
 
@@ -35,7 +35,7 @@ class Forking:
         return Forked(self, command, **how)
 
     def subprocess(self):
-        """In place of the module, for those who start by `popen`."""
+        """In place of the module, for code that starts by `popen`."""
         return SimpleNamespace(**vars(subprocess) | {"Popen": self.popen})
 
 
@@ -142,7 +142,7 @@ class Forked:
 
     def wait(self):
         if self.returncode is None:
-            with suppress(ChildProcessError):  # Another thread was told.
+            with suppress(ChildProcessError):  # Another thread got the status.
                 self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
 
@@ -166,7 +166,7 @@ def _adopt(orphans):
 
 
 def main(number, *modules):
-    """Fork as asked, until nobody can ask."""
+    """Fork at every request, until no process can send one."""
     for module in modules:
         importlib.import_module(module)
     asking = socket.socket(fileno=int(number))
@@ -188,7 +188,7 @@ def main(number, *modules):
 
 
 def _between(asking, files, parent, numbers, line, session):
-    """Fork again and end: what is forked becomes a child of who asked."""
+    """Fork again and end: what is forked becomes a child of the caller."""
     between = os.getpid()
     if os.fork():
         os._exit(0)
@@ -206,7 +206,7 @@ def _become(files, line, session):
         if session:
             os.setsid()
         _open(files)
-        named = 15  # PR_SET_NAME, prctl(2): /proc/PID/comm, the command line stays who forked.
+        named = 15  # PR_SET_NAME, prctl(2): /proc/PID/comm; the command line stays the parent's.
         ctypes.CDLL(None).prctl(named, line[1].rpartition(".")[2].encode())
         status = _run(*line)
         sys.stdout.flush()

@@ -4,7 +4,7 @@ from importlib import import_module
 
 
 class LazyModule:
-    """Stands for a module, and imports it when something public of it is asked for: pytest asks
+    """Stands for a module, and imports it when something public of it is read: pytest reads
     whatever it collects for names of its own.
     """
 

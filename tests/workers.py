@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def fork_workers(config, specs):
-    """Make the workers that are about to be asked for. None where something that was imported has
+    """Make the workers that are about to be needed. None where something that was imported has
     started a thread, which a fork would lack: then they begin as ever. Which did?
     """
     import_tests(config.args, config.getoption("ignore") or ())
@@ -45,7 +45,7 @@ def fork_workers(config, specs):
 
 def say_less(config):
     """A worker tells of a test how it went and that it is over; not that it began, that what is
-    around it passed, or what nobody will read of one that did.
+    around it passed, or output of one that did, which is not read.
     """
     options = config.option
     if options.verbose > 0 or options.durations or options.xmlpath or "P" in options.reportchars:
@@ -82,7 +82,7 @@ def ignored_by(path, folders):
 
 
 class Fork:
-    """A worker that is told what to do by a line of Python, as execnet tells one that it starts.
+    """A worker that gets its work as a line of Python, as one of execnet does.
 
     files  this process's ends of what it reads and writes
     """

@@ -1,8 +1,8 @@
 """OpenVINO GenAI's continuous batching behind the part of the OpenAI chat API that we measure.
 
 OpenVINO GenAI brings no server of its own on the registry; this adds nothing to its pipeline but
-HTTP. One thread owns the pipeline: before each step it takes in what was asked meanwhile, after it
-hands each request its tokens, decoded in one call. Nobody polls, and nobody waits for a lock.
+HTTP. One thread owns the pipeline: before each step it takes in new requests, after it
+hands each request its tokens, decoded in one call. Nothing polls, and nothing waits for a lock.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 behind `context` cached ones. JSON on stdout.
 
 Run by bench/steps.py --peers in the peer's own environment. ik_llama.cpp's wheel makes logits of
-the last token alone where it is asked for all, so that steps of several rows are a little
+the last token alone where all are wanted, so that steps of several rows are a little
 flattered.
 """
 

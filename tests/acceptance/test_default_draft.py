@@ -45,7 +45,7 @@ SMALL = EngineConfig(kv_tokens=2048, policy="fixed", draft_on_error="stop")
 
 @pytest.fixture(scope="module")
 def target():
-    """Of which every algorithm can be asked for."""
+    """A target that takes every algorithm."""
     target = open_target(
         EngineConfig(kv_tokens=8192, policy="fixed", speculative_algorithm="EAGLE+NGRAM")
     )

@@ -40,7 +40,7 @@ def server(tmp_path_factory):
 
 
 class Page:
-    """A page with what went wrong on it, and what it asked for."""
+    """A page with its errors, and its requests."""
 
     def __init__(self, page, root):
         self.page, self.root = page, root

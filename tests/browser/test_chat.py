@@ -45,7 +45,7 @@ def content(text, finish=None):
 
 
 def says(page, text):
-    """Have the server say this, whatever it is asked."""
+    """Have the server say this, whatever the request."""
     body = streamed(
         *(content(text[at : at + 7]) for at in range(0, len(text), 7)), content("", "stop")
     )
@@ -322,7 +322,7 @@ def test_a_server_with_a_key_asks_for_it(browser, tmp_path):
         page.wait_for_selector("#server[data-state=ok]")
         page.ask("Hi")
         page.wait_for_selector(".message.assistant .facts:has-text('10 tokens')")
-        assert page.evaluate("localStorage.getItem('forerun.key')") is None, "only where asked"
+        assert page.evaluate("localStorage.getItem('forerun.key')") is None, "only on request"
         assert not page.errors
 
 

@@ -354,7 +354,7 @@ def test_a_conversation_opens_at_its_end(page):
     page.mouse.wheel(0, -2000)
     page.wait_for_selector(".jump:visible")
     page.wait_for_timeout(300)
-    assert not page.evaluate(at_end), "who scrolls up stays there"
+    assert not page.evaluate(at_end), "scrolled up, the page stays there"
 
 
 def test_lists_tables_footnotes_and_parts_that_are_folded_away(page):

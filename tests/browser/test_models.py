@@ -1,4 +1,4 @@
-"""Several models on the page: which one is asked."""
+"""Several models on the page: the one that answers."""
 
 import json
 import threading

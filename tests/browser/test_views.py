@@ -132,7 +132,7 @@ def test_the_dashboard_shows_what_the_server_did(page, server):
 
 
 def test_the_dashboard_says_why_speculation_rests(page, server):
-    """The toy's policy is fixed and gives no reasons: here it is told some."""
+    """The toy's policy is fixed and gives no reasons: here it has some."""
     speculation = {
         "reasons": {"off: it did not pay": 30, "on: it pays": 10},
         "speed_over_plain": 1.04,

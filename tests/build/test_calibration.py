@@ -282,7 +282,7 @@ def test_as_many_cached_tokens_as_there_is_time_for(seconds, tokens):
 
 
 def test_tokens_that_need_not_be_there_are_not_computed():
-    """Behind 1,000 positions that nobody wrote, where the executor takes those."""
+    """Behind 1,000 positions that were not written, where the executor takes those."""
 
     class Unwritten(PricedToy):
         capabilities = Capabilities(unwritten=True)

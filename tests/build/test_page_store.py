@@ -1,4 +1,4 @@
-"""Pages on disk of a loaded model: which engines share them, and what users are told."""
+"""Pages on disk of a loaded model: which engines share them, and what users see."""
 
 import os
 import shutil

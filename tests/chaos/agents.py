@@ -1,4 +1,4 @@
-"""Traffic as agents make it: long shared beginnings, tool results, branches, the same asked again.
+"""Traffic as agents make it: long shared beginnings, tool results, branches, repeated requests.
 
 A script is drawn from a seed and nothing else: which agent asks what, when it goes back to an
 earlier place of its conversation, when another takes up from there. Prompts contain the answers, so
@@ -124,7 +124,7 @@ def ask_again(
 ) -> tuple[int, int]:
     """Ask everything once more, in another order and company; each must get the same tokens.
 
-    How many were asked, and how many of their prompt tokens were cached.
+    Returns their number, and how many of their prompt tokens were cached.
     """
     everything = [one for said in rounds for one in said]
     order = np.random.default_rng(seed).permutation(len(everything))

@@ -115,7 +115,8 @@ def mutants(path: str) -> list[Mutant]:
                 places.setdefault(start, []).append((name, occurrence))
     made: list[Mutant] = []
     for (line, column), known in sorted(places.items()):
-        chosen = random.Random(f"{path}{line}{column}").sample(known, min(PER_PLACE, len(known)))
+        seed = f"{path}{lines[line - 1].strip()}{column}"  # Whatever else changes in the file.
+        chosen = random.Random(seed).sample(known, min(PER_PLACE, len(known)))
         for name, occurrence in chosen:
             code = mutate_code(source, cosmic_ray.plugins.get_operator(name)(), occurrence)
             if code is None or code == source:

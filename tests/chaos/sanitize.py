@@ -70,7 +70,7 @@ def main() -> int:
         environment = os.environ | {
             "PYTHONPATH": folder,
             "LD_PRELOAD": f"{asan} {standard}",
-            # Python and torch keep what they have until the end; the core is asked for overruns.
+            # Python and torch keep what they have until the end; the core is checked for overruns.
             "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1:abort_on_error=1",
             "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
             "CI": "1",

@@ -67,7 +67,7 @@ def measured(pipe: int, impatient: bool) -> None:
     def tell(_signal: int, _frame: FrameType | None) -> None:
         try:
             os.write(pipe, b"%d\n" % in_use())
-        except Exception as error:  # noqa: BLE001 - else who asked would wait for ever
+        except Exception as error:  # noqa: BLE001 - else the caller would wait for ever
             os.write(pipe, f"{error!r}\n".encode())
 
     signal.signal(signal.SIGUSR1, tell)

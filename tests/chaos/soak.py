@@ -78,7 +78,7 @@ def soak(server: Real, minutes: float, names: tuple[str, ...]) -> tuple[dict, li
             # Until the sample is due there is always an answer to wait for.
             while time.monotonic() < due or not load.done:
                 done = load.done
-                assert wait_for(lambda done=done, load=load: load.done > done), "nobody is answered"
+                assert wait_for(lambda done=done, load=load: load.done > done), "no answer"
         loads.append(load)
         rest(server)
         new_count, new_seconds = steps(server)

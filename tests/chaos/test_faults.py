@@ -23,7 +23,7 @@ ACCEPTED = {
     "regex cannot be compiled: the process that it runs in",
     "The answer ended after",
 }
-"""What a request may be told whose own process was killed or stopped. Nothing but these."""
+"""Errors of a request whose own process was killed or stopped. No others."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def server(tmp_path, fresh, models):
 
 
 def clear(load):
-    """No answer was wrong, no connection broke, and who was refused was told why."""
+    """No answer was wrong, no connection broke, and every refusal gave its reason."""
     assert not load.wrong and not load.broken, (load.wrong, load.broken)
     for name, _, error in load.refused:
         assert name.split()[-1] not in ("greedy", "drawn"), error
@@ -57,7 +57,7 @@ def test_every_child_is_killed_again_and_again(server):
 
 @pytest.mark.parametrize("kind", ["render_worker", "llguidance_worker", "matcher_worker"])
 def test_a_child_is_stopped(tmp_path, fresh, models, kind):
-    """It is given up and started anew; meanwhile those who do not need it are served."""
+    """It is given up and started anew; meanwhile requests that do not need it are served."""
     with forerun_serve(tmp_path, models=models, impatient=True) as server:
         server.warm_up()
         assert server.golden == fresh
@@ -68,7 +68,7 @@ def test_a_child_is_stopped(tmp_path, fresh, models, kind):
                 os.kill(child, signal.SIGSTOP)
             with Load(server, names=("greedy", "drawn")) as others:
                 assert wait_for(lambda: others.done >= 20)
-                # Of the two compilers the second is asked for what takes the first too long.
+                # The second compiler gets what takes the first too long.
                 given_up = all if kind == "llguidance_worker" else any
                 assert wait_for(lambda: not given_up(map(alive, stopped))), kind
             before = needing.done
@@ -167,7 +167,9 @@ def test_the_clock_jumps(tmp_path, fresh, models):
 
 @pytest.mark.parametrize("names", [tuple(GOLDEN), ("greedy", "drawn")])
 def test_sigterm_under_load(server, names):
-    """Everybody gets the whole answer, or is told; the process ends with 0 and leaves no child."""
+    """Every request gets the whole answer, or an error; the process ends with 0 and leaves no
+    child.
+    """
     with Load(server, clients=6, names=names) as load:
         assert wait_for(lambda: load.done >= 12 and server.load()["running"])
         children = [*server.own()[1:], *server.children()]
@@ -192,7 +194,7 @@ def test_the_server_itself_is_killed(server):
 
 
 def test_an_engine_is_killed_beside_another_model(tmp_path):
-    """The other model's clients never notice; its own are told, until it is loaded anew."""
+    """The other model's clients never notice; its own get errors, until it is loaded anew."""
     with forerun_serve(tmp_path, models=2) as server:
         server.warm_up()
         pids = server.http.get("/health").json()["engine_pids"]

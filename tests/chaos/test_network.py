@@ -33,7 +33,7 @@ def afterwards(server):
     files = server.files()
     yield
     server.unharmed()
-    # Whoever has gone holds no file. Clients of `server` itself keep theirs.
+    # A client that has gone holds no file. Clients of `server` itself keep theirs.
     assert wait_for(lambda: server.files() <= files + 4), (server.files(), files)
 
 

@@ -1,4 +1,4 @@
-"""The same prefix asked again gives the same tokens, and speculation does not spoil the cache.
+"""The same prefix sent again gives the same tokens, and speculation does not spoil the cache.
 
 The oracle of the toy is its definition; of the default model, the request alone without speculation
 on an engine of its own, whose cache knows nothing.

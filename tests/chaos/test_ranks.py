@@ -1,5 +1,5 @@
-"""Any rank killed, stopped or out of memory, in any phase: whoever waits is told within the step,
-the process ends with a code and a sentence of its own, and nothing of it is left.
+"""Any rank killed, stopped or out of memory, in any phase: waiting clients get an error within the
+step, the process ends with a code and a sentence of its own, and nothing of it is left.
 
 On the CPU, where nothing is captured: what a dead rank does to a replay is for bench/nccl.py.
 """
@@ -156,7 +156,7 @@ FAULTS = kill, stop, exhaust
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_that_is_lost(started, report, phase, rank, fault):
-    """A stopped one is never let go on: whoever is told is told while it stands."""
+    """A stopped one never continues: clients get their errors while it stands."""
     server = started(phase)
     serving = phase in ("prefill", "decode")
     if serving:

@@ -103,7 +103,7 @@ def plain(choice):
 
 
 def entries(logprobs):
-    """Tokens with what was told of them, whichever route it was."""
+    """Tokens with their log-probabilities, by any route."""
     if logprobs is None:
         return []
     if "content" in logprobs:

@@ -148,8 +148,8 @@ def test_errors_are_counted_and_do_not_stop_the_others():
     # The one that was cut short sent no usage: its three pieces are counted.
     assert level.tokens == 4 + 3
     assert level.throughput == pytest.approx(7 / seconds)
-    nobody = asyncio.run(load_level(Endpoint("http://127.0.0.1:9/v1", "m"), [{}], 1))[0]
-    assert "Connect" in nobody[0].error
+    failed = asyncio.run(load_level(Endpoint("http://127.0.0.1:9/v1", "m"), [{}], 1))[0]
+    assert "Connect" in failed[0].error
 
 
 def test_an_answer_without_text_says_how_it_ended():

@@ -23,7 +23,7 @@ from tests.counted import lines
 
 @contextmanager
 def saying(answer):
-    """The port of a server that says `answer` to whoever connects, and hangs up."""
+    """The port of a server that says `answer` to every client, and hangs up."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def serve():
@@ -54,7 +54,7 @@ def test_a_server_is_up_once_it_says_so(answer, up):
 
 def test_asking_a_server_that_does_not_listen_is_next_to_no_work():
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # Nobody listens.
+        taken.bind(("127.0.0.1", 0))  # No server listens.
         port = taken.getsockname()[1]
         assert not healthy(port)
         # 197; a client of httpx made for the question takes 1,527, and 18 ms instead of 0.03.

@@ -28,7 +28,7 @@ CARD = ("--device", "cuda", "--device-memory", "96")
 
 
 def test_a_shape_on_two_devices(capsys):
-    """No device is there, and torch is not asked for one."""
+    """No device is there, and torch does not look for one."""
     plan = planned(capsys, "llama-3-70b", "--tp-size", "2", *CARD)
     arch = SHAPES["llama-3-70b"]
     assert plan["devices"] == 2 and plan["fits"] and not plan["weights_from_files"]

@@ -190,7 +190,7 @@ def test_equal_tokens_are_not_all_that_is_compared():
 
 
 def test_a_leak_that_only_parameters_show_is_found(monkeypatch):
-    """No bias and no penalty below the root: without --mixed nobody would see it."""
+    """No bias and no penalty below the root: without --mixed nothing would show it."""
     right = host_choice.process
 
     def forgetful(logits, sampling, history, ancestors, mask):

@@ -78,7 +78,7 @@ def test_a_server_answers_on_a_port_it_found_and_ends_on_sigterm(tmp_path):
         server.process.send_signal(signal.SIGTERM)
         assert server.ends() == 0
         said = server.logged()
-    assert said.count("GET /v1/models") == 1, "who is refused has a line, who only looks has none"
+    assert said.count("GET /v1/models") == 1, "a refusal has a line, a page view has none"
     assert "uvicorn" not in said
     shown = [line.split()[0] for line in said.splitlines() if line.startswith("  ")]
     assert shown == ["model", "executor", "draft", "memory", "context", "ready"]

@@ -182,7 +182,7 @@ def test_bars_cut_no_number(monkeypatch):
         report("answers", 24, 24)
         report(said, 5, 24)
         report("downloading weights", 98_400_000, 98_500_000)
-        report("cases", 7, 0)  # Nobody knows how many there will be.
+        report("cases", 7, 0)  # Their number is not known.
         report("timing steps", 0, 0)
         until(lambda: "timing" in terminal.file.getvalue())
     drawn = Text.from_ansi(terminal.file.getvalue()).plain

@@ -57,7 +57,7 @@ def test_together_alone_and_streamed_agree():
 
 
 class Recorder:
-    """Counts requests in flight; answers when told to."""
+    """Counts requests in flight; answers when the test lets it."""
 
     def __init__(self):
         self.alive, self.flying, self.most, self.aborted = True, [], 0, []

@@ -161,7 +161,7 @@ def test_a_request_an_abort_a_grammar_and_the_end():
 
 
 def test_a_process_that_was_begun_before_is_the_first_ones():
-    """Whoever opens the model again, after it was let go, gets another."""
+    """Opened again after it was closed, the model is another."""
 
     async def scenario():
         plain = command()
@@ -182,7 +182,7 @@ def test_a_process_that_nobody_takes_is_killed():
     begun.discard()
     assert begun.process.returncode is not None
     begun.discard()
-    begun.send(b"nobody hears it")
+    begun.send(b"no process reads it")
 
 
 def test_a_process_whose_server_goes_before_it_says_anything_ends_quietly(capfd):
@@ -221,7 +221,7 @@ SHARED = EngineConfig(model="a folder", tp_size=2)
 
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_a_process_that_shares_its_model_may_be_stopped_for_a_moment_only(monkeypatch, goes_on):
-    """Others wait for it within a step. Where nobody lets it go on, an error comes."""
+    """Others wait for it within a step. If it never goes on, an error comes."""
     if goes_on:
         monkeypatch.setattr(child, "STOPPED_SECONDS", 3600.0)
 
@@ -246,7 +246,7 @@ def test_a_process_that_shares_its_model_may_be_stopped_for_a_moment_only(monkey
 
 
 def test_an_engine_that_does_not_answer_is_as_it_was_last(monkeypatch):
-    """It is busy, or what it says lies behind much else. Nobody who looks is refused for that."""
+    """It is busy, or what it says lies behind much else. No request is refused for that."""
 
     async def scenario():
         engine, _ = await EngineProcess.open(command())

@@ -23,7 +23,7 @@ def real(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
-    """A toy with a short context: whoever asks for as many tokens as there are gets few."""
+    """A toy with a short context: a request for as many tokens as there are gets few."""
     config = {"context": 96, "kv_tokens": 4096}
     with serving(tmp_path_factory.mktemp("small"), config=config) as server:
         yield server

@@ -164,7 +164,7 @@ def test_hostile_grammars_are_refused_or_ask_little_of_the_library(grammar):
 
 
 def test_a_long_forced_text_is_spelled_a_piece_at_a_time():
-    """Its tokens are asked for at every node, and no step takes more than some dozens of them."""
+    """Its tokens are computed at every node, and no step takes more than some dozens of them."""
     text = "the quick brown fox, é 1234567890; " * 60
     matcher, out = Matcher(compiler("bpe").compile(Grammar.choice([text]))), []
     while not matcher.complete:
@@ -262,7 +262,7 @@ def starting(tmp_path):
 
 @pytest.mark.parametrize("kills", range(1, sandbox.STARTS + 1))
 def test_what_is_killed_before_it_is_ready_is_started_again(tmp_path, kills):
-    """A few times: then whoever asked is told."""
+    """A few times: then the request gets an error."""
     worker, begun = starting(tmp_path)
     killed = set()
 
@@ -471,7 +471,7 @@ def test_too_many_at_once_are_asked_to_come_back(monkeypatch):
 
 
 def test_thirty_schemas_of_1900_properties_hold_nobody_up():
-    """Large grammars have a process of their own, and who comes next there is decided by size and
+    """Large grammars have a process of their own, and the next one there is decided by size and
     client: small ones pass all of them, a large one of a client with little passes the rest.
     """
     made = Compiler(BYTES)

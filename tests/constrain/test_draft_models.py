@@ -64,7 +64,7 @@ def test_a_reduced_draft_vocabulary_changes_no_token(ids, case, sampling):
     assert heard(sink) == plain(case, "bytes", sampling)
     if sink.last().finish == Finish.STOP:
         assert CASES[case][1](sink.text())
-    assert device.passes > 1, "the head was asked"
+    assert device.passes > 1, "the head ran"
     tokens, stats = sink.tokens(), sink.last().stats
     assert set(tokens) - set(ids), "tokens outside the draft's vocabulary were written"
     if len(tokens) > 2:

@@ -1,4 +1,4 @@
-"""Who comes next. Time is a number that the tests set."""
+"""The order of a fair queue. Time is a number that the tests set."""
 
 import threading
 
@@ -95,7 +95,7 @@ def test_what_was_used_is_forgotten():
 
 
 def test_who_has_worked_least_has_the_next_turn():
-    """Two turns at a time; whoever is in them keeps them until they end."""
+    """Two turns at a time; a turn lasts until its work ends."""
     queue, order, ends, threads = LeastFirst(2), [], {}, []
 
     def come(name, worked):

@@ -1,6 +1,6 @@
-"""A mask is a function of the tokens before it: of nothing that was guessed or asked on the way.
+"""A mask is a function of the tokens before it: of no draft and no other mask on the way.
 
-The oracle is always a matcher that never came back from anywhere and was asked nothing before.
+The oracle is always a matcher that never was never rolled back and computed no mask before.
 """
 
 from functools import cache
@@ -85,7 +85,7 @@ def state(matcher: Matcher) -> _State:
     """All that a matcher says of its place."""
     if matcher.complete:
         return ENDED
-    # A mask is asked for last here and first by others: neither may matter.
+    # A mask is computed last here and first by others: neither may matter.
     forced = matcher.forced()
     return {*members(matcher.mask() or b"")}, forced, False, matcher.error
 
@@ -230,7 +230,7 @@ def in_order(draft: Draft) -> list[tuple[int, ...]]:
 
 
 class FailingMask:
-    """An automaton that fails when it is asked for a mask behind certain tokens, as at a limit."""
+    """An automaton whose `mask` fails behind certain tokens, as at a limit."""
 
     def __init__(self, inner, where, taken=()):
         self._inner, self._where, self._taken, self._failed = inner, where, taken, False

@@ -1,4 +1,6 @@
-"""A pattern that is no regular expression in any dialect is told from one that is only ours not."""
+"""A pattern that is no regular expression in any dialect is distinguished from one that is only not
+ours.
+"""
 
 import random
 import re
@@ -73,7 +75,7 @@ SOME_DIALECT = [
     ),
 ]
 """Regular expressions in one dialect at least, most of which ours does not support; and what is
-left to the engine: without a dialect's whole grammar it cannot be told.
+left to the engine: it takes a dialect's whole grammar to know.
 """
 
 
@@ -119,7 +121,7 @@ PARTS = [
 
 
 def test_python_and_rust_take_none_of_what_is_refused():
-    """Random patterns, each asked of two other readers (V8: tests/browser/test_regex_faults.py)."""
+    """Random patterns, each read by two other readers (V8: tests/browser/test_regex_faults.py)."""
     rng = random.Random(7)
     patterns = ("".join(rng.choices(PARTS, k=rng.randint(1, 8))) for _ in range(3000))
     refused = [pattern for pattern in patterns if regex_fault(pattern)]

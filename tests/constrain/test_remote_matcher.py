@@ -1,4 +1,4 @@
-"""Expensive grammars: followed in a process of their own, which nobody waits for.
+"""Expensive grammars: followed in a process of their own, which no step waits for.
 
 The reference of every answer is plain decoding with a matcher on the engine's thread.
 """
@@ -37,7 +37,7 @@ AMBIGUOUS = Grammar.grammar(
 
 
 def fresh(grammar: Grammar, **translated) -> object:
-    """Compiled, but sharing what is known of its cost with nobody."""
+    """Compiled, but sharing nothing that is known of its cost."""
     made = compiled(grammar)
     known = Translated(made.translated.text, made.translated.begin, False)
     return replace(made, translated=replace(known, **translated))
@@ -87,7 +87,7 @@ def said(deltas):
 
 
 class ManualMatcher:
-    """A remote matcher that answers when it is told to."""
+    """A remote matcher that answers when the test lets it."""
 
     def __init__(self, answered, released):
         self._answered, self._released, self._inner = answered, released, None
@@ -109,7 +109,7 @@ class ManualMatcher:
 
 
 def test_nobody_waits_for_a_matcher_that_does_not_answer():
-    """Not those who run, and not those who come later with the same prompt."""
+    """Neither running sequences nor later ones with the same prompt."""
     released = threading.Event()
     stuck = replace(
         fresh(AMBIGUOUS, expensive=True), remote=lambda answered: ManualMatcher(answered, released)
@@ -395,10 +395,10 @@ runpy.run_module("forerun.constrain.isolation.matcher_worker", run_name="__main_
 """The first of these processes never becomes ready; it leaves its id in a file."""
 
 
-@pytest.mark.parametrize("when", ["before it is ready", "behind a token", "while nobody asks"])
+@pytest.mark.parametrize("when", ["before it is ready", "behind a token", "between requests"])
 def test_a_process_that_somebody_ends_is_no_fault_of_the_grammars(when, monkeypatch, tmp_path):
-    """With it ends the request whose matcher it held, as one that may be asked again. Where it held
-    none yet nobody notices, and who runs beside it is not touched.
+    """With it ends the request whose matcher it held, as one that may be sent again. Where it held
+    none yet nothing happens, and sequences beside it are not touched.
     """
     early, first = when == "before it is ready", tmp_path / "first"
     if early:
@@ -423,7 +423,7 @@ def test_a_process_that_somebody_ends_is_no_fault_of_the_grammars(when, monkeypa
         made.step_once()
     process = matchers[0]._process._process
     assert not early or process.pid == int(first.read_text())
-    while when == "while nobody asks" and not matchers[0].ready:
+    while when == "between requests" and not matchers[0].ready:
         time.sleep(0.01)
     os.kill(process.pid, signal.SIGSTOP)
     os.kill(process.pid, signal.SIGKILL)
@@ -462,14 +462,14 @@ def test_few_processes_run_at_one_time(monkeypatch):
 
 
 def test_answers_of_seconds_hold_up_nobody_for_longer_than_one(monkeypatch):
-    """One works at a time: who has worked least is asked next, however many came first."""
+    """One works at a time: the one that has worked least is next, however many came first."""
     monkeypatch.setattr(remote_matcher, "MAX_WORKING", 1)
     tokenizer = TOKENIZERS["bytes"]
     grammar = fresh(CASES["city"][0], expensive=True)
     matchers, order, entered = RemoteMatchers(tokenizer), [], threading.Event()
 
     class Process:
-        """Answers once all have asked."""
+        """Answers once all requests are there."""
 
         def ask(self, request):
             assert entered.wait(60)

@@ -229,7 +229,7 @@ def test_only_constrained_rows_pay():
 
 
 class Counted:
-    """An automaton that counts how often it and its forks are asked for a mask."""
+    """An automaton that counts the calls of `mask`, those of its forks too."""
 
     def __init__(self, inner, calls=None):
         self._inner, self._calls = inner, [] if calls is None else calls

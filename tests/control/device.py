@@ -47,7 +47,7 @@ LIMITS = ExecutorLimits(16, 4096, 64, 4096, 4096, 512)
 
 class Head:
     """A draft head's passes outside of rounds are counted, and what they read; what it says matters
-    to nobody.
+    to no row.
     """
 
     def __init__(self):
@@ -139,7 +139,7 @@ class Device:
         if new:
             fresh = {*new}
             old = [slot for slot in old if slot not in fresh]
-        slots = [*old, *new]  # As in service: who is new comes last.
+        slots = [*old, *new]  # As in service: new ones come last.
         plan, decision = self._plan(slots, len(old))
         carried = self._carries(plan, slots, new)
         proposed, drafts, host = self._drafts(plan, decision, carried)
@@ -230,7 +230,7 @@ class Device:
             return [], [NO_DRAFT] * plan.rows, 0.0
         begun = self._passes()
         proposed = self.drafter.propose(plan)
-        if carried:  # It came of the step before, on the device: nobody chose among it.
+        if carried:  # It came of the step before, on the device: nothing chose among it.
             return [], proposed, 0.0
         drafts = decision.select(proposed) if decision.select else proposed
         return proposed, drafts, self._passes() - begun + self._look(plan)

@@ -95,8 +95,8 @@ class World:
         self.slowness = lambda: 1.0
 
     def run(self, steps, length=100):
-        """(speed over plain, share of rows' steps that asked the head, draft tokens a row) of the
-        last three quarters.
+        """(speed over plain, share of rows' steps in which the head drafted, draft tokens a row) of
+        the last three quarters.
         """
         tokens = ms = levels = verified = 0.0
         for step in range(steps):
@@ -320,7 +320,7 @@ def test_what_a_draft_model_proposes_is_verified_on_a_busy_machine(seed):
 
 @pytest.mark.parametrize("head", [(1.0, 0.05), (1.0, 0.55)])
 def test_a_new_engine_soon_knows_that_ngrams_alone_are_faster(head):
-    """A head that does not pay was asked in half of an engine's first hundred steps, since it was
+    """A head that does not pay drafted in half of an engine's first hundred steps, since it was
     long believed to have plain steps to beat.
     """
     ran = []

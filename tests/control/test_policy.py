@@ -152,7 +152,7 @@ def test_reasons_are_sentences():
 
 
 def test_a_reason_says_what_was_measured():
-    """A layer that was never asked was once called wrong too often."""
+    """A layer that never ran was once called wrong too often."""
     linear = StepCosts((1, 64), (10.0, 640.0), drafts_in_step=True)
     assert decide(seen(opened(linear, 2)), 2)[0].reason == TOO_SLOW
     policy = seen(opened(STEEP, 1))

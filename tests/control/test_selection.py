@@ -30,7 +30,7 @@ def opened(costs, rows, nodes=8, depth=8):
 
 
 def kept_of(policy, drafts):
-    """What the policy verifies of drafts that were asked for without a bound."""
+    """What the policy verifies of drafts without a bound."""
     return policy.decide(*arrays(len(drafts))).select(drafts)
 
 
@@ -293,7 +293,7 @@ def account_after(costs, steps, draft_tokens, tokens, ms, drafting_ms=0.0):
 
 
 def step_of(tokens, draft_tokens, ms, drafting_ms=0.0):
-    """One row was asked for draft tokens."""
+    """One row drafted."""
     return report_of(
         [[0] * tokens], [draft_tokens], ms, draft_ms=drafting_ms, allowed=[8], cached=0
     )

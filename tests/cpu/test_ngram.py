@@ -66,7 +66,7 @@ def outcome_of(emitted):
 class PricedNgramDrafter(NgramDrafter):
     """The drafter in NumPy with the policy's own way to choose what pays, by prices.
 
-    waiting  by slot: what was found when it was asked last, bought or not, and what came since
+    waiting  by slot: what was found at the last proposal, verified or not, and what came since
     """
 
     def __init__(self, *settings):
@@ -243,7 +243,7 @@ def test_long_texts(random, kind, tabled, each):
     draft_tokens = 0
     for turn in range(250):
         slots = random.permutation(SLOTS)[: random.integers(1, SLOTS + 1)].tolist()
-        # Now and then nobody is asked for a while, and much has to be taken in at once.
+        # Now and then nothing is drafted for a while, and much has to be taken in at once.
         busy = turn % 50 < 30
         nodes = (random.choice([0, 4, 16, 64], len(slots)) * busy).tolist()
         depths = random.choice([1, 4, 16, 64], len(slots)).tolist()

@@ -164,7 +164,7 @@ def test_a_time_limit_ends_an_answer_behind_a_line_break(server):
     text = ask(server, ignore_eos=True, n_predict=4000, **lines, **SAMPLED)
     assert text["stop_type"] == "limit" and text["tokens_predicted"] < 4000
     assert "\n" in text["content"] and text["has_new_line"] is True
-    assert server.idle(), "the engine was told"
+    assert server.idle(), "the engine ended it"
 
 
 @with_two()

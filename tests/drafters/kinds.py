@@ -1,4 +1,5 @@
-"""What drafts, of every kind, beside the target that it is for: as folders, made when asked for.
+"""What drafts, of every kind, beside the target that it is for: as folders, made when they are
+needed.
 
 A reference gives log-probabilities without any cache: (text, draft tokens below it) ->
 float32[depth + 1,Vd], of what follows the text and each of the draft tokens.
@@ -270,7 +271,7 @@ def qwen(kinds, count):
 
 
 def random_head(kinds, _):
-    """An EAGLE-3 head that nobody trained, which knows every second token."""
+    """An untrained EAGLE-3 head, which knows every second token."""
     hf = tiny.model("llama", num_hidden_layers=4, max_position_embeddings=512)
     model = tiny.save_folder(hf, kinds.folder("deep"))
     dense_head = RandomHead(Target(FolderCheckpoint(model)), kinds.folder("random head"), {})

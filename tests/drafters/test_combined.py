@@ -1,4 +1,6 @@
-"""Several drafters and one tree: the text stays, and who is right more often gets the nodes."""
+"""Several drafters and one tree: the text stays, and the drafter that is right more often gets the
+nodes.
+"""
 
 from array import array
 from dataclasses import replace
@@ -191,7 +193,7 @@ def test_paths_that_two_propose_are_one_node():
     drafter.begin(SlotInit(0, TokenText([0]), 1, Sampling()))
     (draft,) = drafter.propose(plan_of(1, [6]))
     assert draft.tokens.tolist() == [3, 4, 5, 6] and draft.parents.tolist() == [-1, 0, 1, 2]
-    assert set(draft.sources()) == {BAD}, "whoever is surer of it"
+    assert set(draft.sources()) == {BAD}, "the drafter that is surer of it"
     assert (np.diff(draft.score) <= 0).all()
 
 

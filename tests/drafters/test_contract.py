@@ -2,7 +2,7 @@
 
 A model says what passes over the whole text say; one that is right is accepted whole and one that
 is wrong never; no draft changes a text. Counts are exact where the outcome is known. JAX drafts
-inside of rounds, where nobody can listen: there what is proposed is compared with torch's
+inside of rounds, where nothing can intercept: there what is proposed is compared with torch's
 (tests/parity/test_jax_drafts.py), and blocks that the host asks for with their passes here.
 """
 
@@ -72,8 +72,8 @@ def needs(cell):
 
 
 def features(cell):
-    """What has to occur of cells (executor, name, how it is asked): every kind of draft on every
-    executor and asked in every way, every executor too, and which of the kind it is on any of them.
+    """What has to occur of cells (executor, name, request): every kind of draft on every
+    executor and with every request, every executor too, and which of the kind it is on any of them.
     """
     executor, name, *how = cell
     family, _, which = name.partition(", ")
@@ -339,7 +339,7 @@ def test_what_was_told_is_accepted_and_what_is_wrong_never(cells, executor, name
 
 
 def half(cell, model, temperature):
-    """What comes, told of prompts of an even length; what is wrong, of the others."""
+    """The right tokens after prompts of an even length, wrong ones after the others."""
     return Oracle(model, cell.texts(temperature), [len(prompt) % 2 for prompt in cell.prompts])
 
 
@@ -691,8 +691,8 @@ def test_bad_blocks_are_refused(cells, executor):
                         "depth": 5}.items():  # fmt: skip
         with pytest.raises(EngineError, match=f"refused: {name}"):
             model.block(replace(good, **{name: value}))
-    nobody = np.zeros(0, np.int32)
-    extension = DraftExtension(one, one, np.array([0, 1], np.int32), one, one, pages, nobody, 1)
+    no_rows = np.zeros(0, np.int32)
+    extension = DraftExtension(one, one, np.array([0, 1], np.int32), one, one, pages, no_rows, 1)
     with pytest.raises(EngineError, match=r"without.* features"):
         model.extend(extension, None)
 

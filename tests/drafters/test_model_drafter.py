@@ -24,7 +24,7 @@ from tests.engine.toys import TOKENIZER, VOCAB, ask, finish, following, limits, 
 
 @dataclass(frozen=True)
 class ToyFeatures:
-    """The feature of a node is its token; of a step that is over, nobody may read it."""
+    """The feature of a node is its token; of a step that is over, nothing may read it."""
 
     executor: ToyExecutor
     step: int
@@ -74,7 +74,7 @@ class FeaturedToy(ToyExecutor):
 class ToyHead:
     """A head whose entry for position q is the token after it, and which looks at all of them.
 
-    It drafts what the toy will say when it is told the text.
+    It drafts what the toy will say once it has the text.
     """
 
     def __init__(self, shape):
@@ -252,7 +252,8 @@ class IntermittentPolicy(FixedPolicy):
 
 @pytest.mark.parametrize("rest", [2, 10, 40])
 def test_a_head_catches_up_in_one_pass(rest):
-    """While nobody asks it does no work; afterwards its entries are what they always were."""
+    """While no row wants drafts it does no work; afterwards its entries are what they always were.
+    """
     made, device = engine_with_head(
         IntermittentPolicy(lambda step: step % (rest + 3) >= rest), page_size=2, pages=200
     )
@@ -290,7 +291,7 @@ def test_a_head_catches_up_on_what_n_grams_had_accepted(monkeypatch, most):
 
 @pytest.mark.parametrize("most", [7, 30])
 def test_a_head_that_lags_far_catches_up_unasked(monkeypatch, most):
-    """No more features are kept than can be, and draft tokens are there whenever they are asked
+    """No more features are kept than can be, and draft tokens are there whenever they are wanted
     for: in the middle of a long answer as at its beginning.
     """
     monkeypatch.setattr(deferred_extend, "MAX_LAG", most)

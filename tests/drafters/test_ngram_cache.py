@@ -132,7 +132,7 @@ def say(drafter, text, tokens):
 
 @BOTH
 def test_counting_costs_a_part_of_looking(kind):
-    """Nothing where nobody looks; the end of an answer where somebody does now and then."""
+    """Nothing without a lookup; the end of an answer where there is one now and then."""
     drafter, resting = kind(1, 0.0, None, 1000), plan_of([0], [0], [0])
     text = [*range(100, 140)]
     for looks, known in ((0, 0), (1, 4 * COUNTED)):

@@ -34,7 +34,7 @@ METHODS = {
     "DFLASH": {"speculative_algorithm": "DFLASH", "draft": "block"},
     "DFLASH+NGRAM, causal": {"speculative_algorithm": "DFLASH+NGRAM", "draft": "causal"},
 }  # fmt: skip
-"""What is asked for; draft, model and map name what `make` made."""
+"""Options of each method; draft, model and map name what `make` made."""
 
 
 def make(root):

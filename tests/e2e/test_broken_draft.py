@@ -1,4 +1,4 @@
-"""A server told to go on without a draft that it cannot use says so wherever one would look."""
+"""A server that may go on without a draft that it cannot use says so wherever one would look."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A drafter that raises in a running server: answers go on, and everybody is told why."""
+"""A drafter that raises in a running server: answers go on, and every answer gives the reason."""
 
 from prometheus_client.parser import text_string_to_metric_families
 

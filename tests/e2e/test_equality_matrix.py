@@ -189,7 +189,7 @@ def test_torch(made, hints, request, method, captured):
 
 @pytest.fixture(scope="module")
 def weak(tmp_path_factory):
-    """A target that mostly goes by the last token, and drafts that do the same: nobody can hint in
+    """A target that mostly goes by the last token, and drafts that do the same: nothing can hint in
     a round.
     """
     return rounds.make(tmp_path_factory.mktemp("weak"))

@@ -26,7 +26,7 @@ def stats(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_matching_process_that_somebody_kills_is_a_500_of_that_request_alone(tmp_path, stream):
-    """It is the server's fault and may be asked again; a limit of the grammar's is a 400."""
+    """It is the server's fault and may be sent again; a limit of the grammar's is a 400."""
     endless = DENSE | {str(ord("}")): -100}
     body = {"messages": MESSAGES, **strict(MANY), "max_tokens": 1000, "logit_bias": endless}
     body |= {"temperature": 0, "stream": stream}
@@ -55,7 +55,7 @@ def test_a_matching_process_that_somebody_kills_is_a_500_of_that_request_alone(t
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_grammar_of_185_bytes_by_its_own_words(tmp_path):
-    """The default model, the bias and all: it ends alone, and nobody else's text changes."""
+    """The default model, the bias and all: it ends alone, and no other text changes."""
     free = {"prompt": "The sea is", "temperature": 0, "max_tokens": 24}
     hostile = {"prompt": "x", "grammar": AMBIGUOUS.source, "logit_bias": {"31069": 100}}
     with (

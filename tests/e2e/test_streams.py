@@ -224,7 +224,7 @@ def test_two_hundred_requests_with_aborts(server):
 
 
 LEFT = [{}, {"n": 3, "temperature": 1.0}, {"regex": "[a-p]*"}, {"echo": True, "logprobs": 2}]
-"""What is asked by clients that leave."""
+"""Requests of clients that leave."""
 
 
 async def _crowd(root, count, share):

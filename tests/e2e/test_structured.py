@@ -1,4 +1,4 @@
-"""Constrained answers of a real server process: valid, and the same however they are asked for."""
+"""Constrained answers of a real server process: valid, and the same by every route."""
 
 import json
 import re
@@ -70,7 +70,7 @@ SAMPLINGS = ({"temperature": 0}, {"temperature": 0.8, "seed": 7, "n": 2})
 
 
 def texts(server, route, **body):
-    """The texts of all choices, asked for in one piece."""
+    """The texts of all choices, in one piece."""
     answer = server.post(route, {**starting(route), **body})
     assert answer.status_code == 200, answer.text
     return [(output_tokens(choice), choice["finish_reason"]) for choice in answer.json()["choices"]]
@@ -85,7 +85,7 @@ def output_tokens(choice):
 
 
 def streamed(server, route, **body):
-    """The same, asked for as a stream."""
+    """The same, as a stream."""
     pieces: dict[int, list] = {}
     for choice in chunks(server, route, **body):
         text, finish = pieces.setdefault(choice["index"], ["", None])
@@ -206,7 +206,7 @@ def test_logprobs_and_stop_strings(server):
 @with_two("toy_server", seldom=True)
 def test_hostile_grammars_hold_nobody_up(server):
     """Before the first of them is compiled or refused, others are answered: counted, not timed. One
-    may have been before the first came; two say that nobody waits for it.
+    may have been before the first came; two say that no request waits for it.
     """
     slow = [{"regex": f"((a{{1,1000}}){{1,1000}}){{1,{1000 + index}}}"} for index in range(3)]
     with ThreadPoolExecutor(3) as pool:

@@ -1,4 +1,4 @@
-"""Every way in which models write tool calls, asked of the application itself."""
+"""Every way in which models write tool calls, sent to the application itself."""
 
 import pytest
 from starlette.testclient import TestClient

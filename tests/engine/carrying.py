@@ -52,7 +52,7 @@ class CarryingToy(ToyExecutor):
         self.pages = InOrder(self._keys, self._values, self._do_all)
 
     def guided_by(self, drafter):
-        """Draft token what this drafter would; it is asked when it knows the text."""
+        """Propose what this drafter would, once it knows the text."""
         self._drafter = drafter
         drafts_on_device = drafter.traits.name not in ("none", "ngram")
         drafter.traits = replace(drafter.traits, drafts_on_device=drafts_on_device)

@@ -1,6 +1,6 @@
 """Drafters for tests: one that is always right, one that never is, one that is either.
 
-They are told what the target will say, by a function (text so far, how many) -> tokens, and
+They know what the target will say, by a function (text so far, how many) -> tokens, and
 prove that nothing but speed depends on a drafter.
 """
 

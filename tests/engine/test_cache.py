@@ -103,7 +103,7 @@ def test_pages_differ_by_the_token_after_them_where_that_matters():
     assert first == third and first[0] == second[0] and first[1] != second[1]
     shared.check()
     probe = PageTable(shared)
-    assert probe.start(ints(1, 2, 3, 4)) == 2, "who knows what comes after the second page?"
+    assert probe.start(ints(1, 2, 3, 4)) == 2, "what comes after the second page is unknown"
     probe.release()
     assert probe.start(ints(1, 2, 3, 4, 6)) == 4 and probe.pages.tolist() == second
     probe.release()
@@ -357,7 +357,7 @@ SPOILT = {
     "behind the last": ("does not exist", lambda pages, held: pages._free.append(8)),
     "beyond that": ("does not exist", lambda pages, held: pages._free.append(9)),
     "less than none": ("fewer than no", lambda pages, held: counts(pages, held.pages[2], -1)),
-    "nobody's": ("are not 8", lambda pages, held: counts(pages, held.pages[2], 0)),
+    "unowned": ("are not 8", lambda pages, held: counts(pages, held.pages[2], 0)),
     "free and held": ("free and held", lambda pages, held: counts(pages, pages._free[0], 1)),
     "free and kept": ("are not 8", lambda pages, held: pages._free.append(KEPT)),
     "free and known": ("idle list", lambda pages, held: pages._free.append(unkept(pages))),

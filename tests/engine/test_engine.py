@@ -51,7 +51,7 @@ def test_a_policy_that_learns_changes_speed_only(draft_ms):
 
 
 def test_guesses_take_no_page_from_anyone():
-    """With draft tokens that are all rejected, who runs when is exactly as without."""
+    """With draft tokens that are all rejected, sequences run exactly when they do without."""
 
     def history(name):
         engine = make(name, page_size=2, pages=20, slots=6, max_nodes=64)
@@ -209,7 +209,8 @@ def test_copied_pages_are_evicted_and_preempted_like_others(page_size, overlap):
 
 
 def test_a_salt_shares_cached_prefixes_with_itself_alone():
-    """One after the other, and at the same time: nobody waits for a page that it cannot share."""
+    """One after the other, and at the same time: no sequence waits for a page that it cannot share.
+    """
     prompt = "a prompt that everybody has"
     said = {name: replace(ask(name, prompt), cache_salt=name[0]) for name in ("a1", "b1", "a2")}
     said["none"] = ask("none", prompt)
@@ -487,7 +488,7 @@ def test_stats_add_up():
     assert sum(stats.step_nodes.counts) == stats.steps
     assert stats.nodes == stats.step_nodes.total
     assert stats.step_seconds.total == pytest.approx(sum(stats.seconds.values()))
-    # Nobody has a grammar.
+    # No sequence has a grammar.
     assert all((ms > 0) == (stage != "mask") for stage, ms in stats.seconds.items())
 
 
@@ -504,7 +505,7 @@ def test_time_between_steps_belongs_to_the_next_step(monkeypatch):
         monkeypatch.setattr(f"forerun.engine.{module}.perf_counter", lambda: now[0])
     engine = make("ngram", policy=Slow(2, 2))
     run(engine, ask())
-    now[0] += 60.0  # Nobody is there.
+    now[0] += 60.0  # No request is there.
     run(engine, ask("s"))
     assert len(reports) > 4 and reports.count(0.0) == 2, "the first step of each: nothing before"
     assert reports.count(1000.0) == len(reports) - 2

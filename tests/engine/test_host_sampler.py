@@ -236,7 +236,7 @@ def test_misuse_is_named():
 
 
 def test_the_accepted_path_goes_by_the_first_of_equal_children():
-    """As flat nodes: nobody has to walk the tree again."""
+    """As flat nodes: no walk of the tree is needed again."""
     sampler = HostSampler(2, V)
     sampler.open(slot_init(0, [1, 2], 2))
     sampler.open(slot_init(1, [3], 1))

@@ -74,7 +74,7 @@ def test_where_the_host_has_a_say_the_next_step_begins_before_the_news_are_told(
     sink.expect(request)
     order = [what for what, _ in toy.events if what != "do"]
     assert engine.stats().carried == 0 and order.count("begin") > 8
-    # Look, begin the next, tell: but what ends is told at once, and nothing runs after it.
+    # Look, begin the next, report: but what ends is reported at once, and nothing runs after it.
     assert order == [
         "begin",
         *["look", "begin", "news"] * (order.count("begin") - 1),
@@ -151,7 +151,7 @@ def test_siblings_end_together_where_their_sink_fails():
 
     def deaf(delta):
         heard.append(delta)
-        raise RuntimeError("nobody listens")
+        raise RuntimeError("no listener")
 
     sink = RecordingSink()
     engine.submit(stays, sink)
@@ -220,7 +220,7 @@ def test_a_drafter_that_fails_ahead_ends_speculation_and_no_request():
 
 
 class Counting(FixedPolicy):
-    """Draft tokens where none were looked for in six steps; counts how often it is asked."""
+    """Draft tokens where none were looked for in six steps; counts its decisions."""
 
     def __init__(self):
         super().__init__(3, 3)

@@ -1,4 +1,4 @@
-"""Rows whose tokens are told as they are, beside the way that goes through them one by one."""
+"""Rows whose tokens are reported in bulk, beside the way that goes through them one by one."""
 
 import numpy as np
 import pytest
@@ -37,11 +37,11 @@ def heard(name, overlap):
 def test_both_ways_tell_the_same(monkeypatch, name, overlap):
     quick, sizes = heard(name, overlap), []
 
-    def nobody(bulk, sequence, tokens):
+    def none_taken(bulk, sequence, tokens):
         sizes.append(1)
         return False
 
-    monkeypatch.setattr("forerun.engine.output.FastDetokenize.takes", nobody)
+    monkeypatch.setattr("forerun.engine.output.FastDetokenize.takes", none_taken)
     slow = heard(name, overlap)
     assert sum(sizes) > 40
     key = lambda delta: (delta.request, delta.index)  # noqa: E731

@@ -1,4 +1,6 @@
-"""Traces of steps: what they say is what the step did, within bounds, and only where asked."""
+"""Traces of steps: what they say is what the step did, within bounds, and only where they are
+wanted.
+"""
 
 from dataclasses import replace
 from queue import Queue

@@ -407,7 +407,7 @@ def test_hub_ids_offline_are_a_plain_sentence(no_hub, tmp_path, monkeypatch):
 @pytest.mark.parametrize("kind", [httpx.ConnectError, type("ConnectError", (Exception,), {})])
 def test_one_file_of_a_hub_id_without_a_network(kind, tmp_path, monkeypatch):
     """Whichever HTTP library huggingface_hub uses: a sentence where the file is not here, and the
-    file where it is. The hub is asked once.
+    file where it is. The hub gets one request.
     """
     calls = []
 

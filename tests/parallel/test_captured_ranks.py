@@ -115,7 +115,7 @@ def prompt_of(place):
 
 
 def texts(target, settings, samplings, predictions=()):
-    """Token ids of every request, all asked at once and their answers predicted, where there are
+    """Token ids of every request, all sent at once and their answers predicted, where there are
     predictions; the engine's counters.
     """
     requests = [

@@ -155,7 +155,7 @@ def test_rank_0_that_fails_in_a_step_ends_the_others(served, monkeypatch):
 
 
 class NeverDone:
-    """What is never done."""
+    """A wait that is never over."""
 
     def wait(self, patience):
         raise RuntimeError("Operation timed out!")
@@ -165,7 +165,7 @@ class NeverDone:
 
 
 class LossyGroup:
-    """A rank's group: what it has to say is said, and what comes to it is lost."""
+    """A rank's group: it sends, and loses what it receives."""
 
     def __init__(self, group):
         self.group = group
@@ -247,11 +247,11 @@ def test_ranks_of_which_one_is_at_work_are_not_silent(tmp_path):
         file.flush()
         ranks = [Waits(file.fileno(), TensorParallel(rank, 3)) for rank in range(3)]
 
-    def looks(count, who=range(3)):
+    def looks(count, looking=range(3)):
         counts = []
         for _ in range(count):
             counts.append(ranks[0].silent())
-            for rank in who:
+            for rank in looking:
                 ranks[rank].look()
         return counts
 
@@ -269,12 +269,12 @@ def test_ranks_of_which_one_is_at_work_are_not_silent(tmp_path):
     ranks[2].enter()
     assert looks(2) == [0, 1]
     # One gets no processor, and may have what it waits for.
-    assert looks(100, who=(0, 1))[1:] == [2] * 99
+    assert looks(100, looking=(0, 1))[1:] == [2] * 99
     assert looks(3) == [2, 3, 4]
 
 
 def test_a_step_that_hangs_keeps_no_news(served, monkeypatch):
-    """On GPUs a step may hang where a rank is gone: who listens is told without the engine."""
+    """On GPUs a step may hang where a rank is gone: listeners get an error without the engine."""
     target, engine, pid = served
     inside, go_on, news = threading.Event(), threading.Event(), SimpleQueue()
 
@@ -389,7 +389,7 @@ channel.send(RankMessage("failed", {"error": "ModelError", "message": "no such f
     "what", ["weights", *(pytest.param(other, marks=SLOW) for other in ("torch", "flags"))]
 )
 def test_ranks_that_differ_are_refused(folder, monkeypatch, what):
-    monkeypatch.setattr(processes, "END_SECONDS", 0.1)  # It sleeps, whatever it is told.
+    monkeypatch.setattr(processes, "END_SECONDS", 0.1)  # It sleeps, whatever it receives.
     script = f"""facts = dict(channel.receive().facts)
 from forerun.executors.torch.parallel.start import RankStart
 said = RankStart.of(facts).identity() | {{{what!r}: "another"}}

@@ -126,7 +126,7 @@ def bytes_read(patch):
 
 
 def test_a_rank_reads_its_part_alone(tmp_path, monkeypatch):
-    """Bytes that are asked of the file: a half, and what every rank needs."""
+    """Bytes that are read of the file: a half, and what every rank needs."""
     whole = FolderCheckpoint(tiny.save_folder(tiny.model("llama"), tmp_path))
     seen = bytes_read(monkeypatch)
     part = RankCheckpoint(whole, TensorParallel(1, 2))

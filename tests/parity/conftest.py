@@ -55,7 +55,7 @@ class Learned(NamedTuple):
 
 @pytest.fixture(scope="session")
 def learned(dense, tmp_path_factory):
-    """A head that has read half of a few of its texts, and the texts; nobody writes to them. The
+    """A head that has read half of a few of its texts, and the texts; nothing writes to them. The
     first worker that needs them makes them for all (4 s).
     """
     common = tmp_path_factory.getbasetemp()

@@ -140,7 +140,7 @@ def _quickened(interpreter, core) -> None:
     core.tensor.__init__, core.block_type.__init__ = shaped, sized
     core.dtype.is_int = lambda kind: kind.name in integers
     interpreter.ReduceOps.apply_impl = reduced
-    # What it finds is told in Triton's debug mode alone, which the interpreter has not.
+    # What it finds is reported in Triton's debug mode alone, which the interpreter has not.
     options = interpreter.InterpreterOptions(sanitize_overflow=False)
     interpreter.interpreter_builder.options = options
 

@@ -7,7 +7,7 @@ Prints JSON. A process of its own: in the tests' process the kernels' modules ar
 
     ready       sizes that start-up captured
     declared    binaries that it compiled, by kernel
-    late        binaries that the load asked for beyond these
+    late        binaries that the load needed beyond these
     captures    captures that the load caused
     rounds, eager  steps of the load that were rounds, and that were not
     captured    the last progress that start-up reported of its captures
@@ -56,7 +56,7 @@ class Target:
 
 
 def recorded(keys):
-    """In place of compiling: what is asked for, by kernel and key."""
+    """In place of compiling: what is needed, by kernel and key."""
 
     def compile_(self, key, *rest):
         keys.append((self.fn.__name__, key))
@@ -88,7 +88,7 @@ def load(made, steps):
     for _ in range(steps):
         slots = random.permutation(LIMITS.slots)[: random.integers(1, LIMITS.slots + 1)]
         if random.random() < 0.5:
-            slots = np.unique(slots // 2 * 2)  # Nobody who asks for more than a temperature.
+            slots = np.unique(slots // 2 * 2)  # No row with more than a temperature.
         levels = int(random.integers(0, DRAFT.depth + 1))
         request = OnDeviceDraftSpec(slots, DRAFT.width, levels) if levels else None
         nodes = int(random.integers(1, DRAFT.nodes + 2))

@@ -134,7 +134,7 @@ MULTIPLICITY: dict[str, Callable] = {
 
 
 FEW_BYTES = {"index_select", "index_copy_", "embedding", "gather", "index"}
-"""Operations that touch no more of a tensor than they are asked for."""
+"""Operations that touch no more of a tensor than they need."""
 
 
 class Launches(TorchDispatchMode):
@@ -383,7 +383,7 @@ def count(setting: Setting, size: Size, rows: int = 0) -> Launches:
 
 @dataclass(frozen=True)
 class TargetStub:
-    """What a draft model asks of the executor beside which it runs."""
+    """The methods of an executor that a draft model calls."""
 
     limits: ExecutorLimits
     decoder: Decoder
@@ -493,7 +493,7 @@ DRAFTS = {
     "DSpark, rnn": partial(dspark, pair="rnn"),
     "DFlash2": partial(paired, pair="selector", top_k=16, convolved=16),
 }
-"""(what it is beside, the target's architecture) -> a draft model whose weights nobody reads."""
+"""(what it is beside, the target's architecture) -> a draft model whose weights are not read."""
 
 
 def attach(runner, limits, method):

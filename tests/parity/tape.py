@@ -10,7 +10,7 @@ on what is on it, is an error.
                 torch's assertion `it->second->use_count > 0` (CUDACachingAllocator.cpp)
     streams     what is launched on another stream than the capturing one is no part of the graph
     workspaces  a stream's first product allocates one that stays: within a capture it lies in that
-                capture's pool, and dies with it for everyone who captures on that stream later
+                capture's pool, and dies with it for later captures on that stream
     devices     kernels are launched on the current device, wherever their tensors are
     graphs      none is destroyed while it may still run, or during somebody's capture
 """
@@ -91,7 +91,7 @@ class Rules(NamedTuple):
 
 @cache
 def rules(func):
-    """Of an operation, asked for at each of some hundred thousand launches."""
+    """Of an operation, read at each of some hundred thousand launches."""
     writes = tuple(
         (place, argument.name)
         for place, argument in enumerate(func._schema.arguments)
@@ -203,7 +203,7 @@ class FakeCuda:
     """What CudaRecorder uses of torch.cuda. home: the device that all tensors are on.
 
     unfinished  called when a graph dies: how many launched pieces of work are not done
-    settle      called by whoever synchronises: does them
+    settle      called at every synchronisation: does them
     faults      what broke where nothing can be raised; the next launch raises it
     captures, replays  how many there were
     """
@@ -322,7 +322,7 @@ class Tape(CudaRecorder):
         self.cuda = cuda or FakeCuda()
         self.launched = self.done = 0
         self._queue = []
-        # Whoever synchronises waits for all; what dies before that may be running.
+        # A synchronisation waits for all; what dies before that may be running.
         self.cuda.settle = self._settle
         self.cuda.unfinished = lambda: self.launched - self.done
         super().__init__(device or torch.device("cuda", self.cuda.home))

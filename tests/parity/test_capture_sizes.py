@@ -165,7 +165,7 @@ def test_whoever_asks_for_less_runs_along():
     edited, reported = Size(4, 2, 1, 1, shaping=1), Size(3, 1, reports=1)
     assert covering(edited, captured) == edited._replace(shaping=CUT)
     assert covering(reported, captured) == Size(4, 1, shaping=CUT, masked=1, reports=20)
-    # Trees are grown as deep as they are asked for or deeper, and as wide.
+    # Trees are grown as deep as they are wanted or deeper, and as wide.
     assert covering(Size(1, 1, 1, 1), captured) == Size(1, 2, 1, 1)
     assert covering(Size(1, 1, 3, 1), captured) is None
     assert covering(Size(1, 1, 1, 2), captured) is None

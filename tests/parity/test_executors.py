@@ -271,7 +271,7 @@ def test_a_row_that_is_not_finite_fails_alone(broken_of, kind):
         outcome = driver.step([Row(0), Row(1)]).outcome
         assert outcome.finite.tolist() == [False, True]
         assert outcome.n_tokens.tolist() == [0, 1]
-        # Its pages hold NaN; whoever gets them next does not see it.
+        # Its pages hold NaN; the sequence that gets them next does not see it.
         for slot in (0, 1, 2):
             driver.close(slot)
         driver.open(3, prompt, greedy)

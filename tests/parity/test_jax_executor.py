@@ -398,7 +398,7 @@ def test_steps_are_cut_into_few_dispatches():
             self.sequences = {}
 
     driver = Planner()
-    driver.executor = type("Nobody", (), {"open": lambda *_: None})
+    driver.executor = type("NoExecutor", (), {"open": lambda *_: None})
     for slot, length in enumerate([280, 5, *[1] * 16]):
         driver.open(slot, [9] * length)
     rows = [Row(0, 270), *(Row(slot) for slot in range(1, 18))]

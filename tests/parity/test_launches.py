@@ -21,7 +21,7 @@ from tests.parity.launches import (
 )
 
 for name in KERNELS:
-    load(f"triton.triton_{name}")  # Interpreted, for whoever shares this process.
+    load(f"triton.triton_{name}")  # Interpreted, for all tests of this process.
 
 BUDGETS = {
     "plain": Budget(layer=10, outside=9, first=0, level=0, moves=0, carried=2),

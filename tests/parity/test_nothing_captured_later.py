@@ -1,4 +1,4 @@
-"""Whatever is asked of an engine with captured rounds, all that it runs was captured before the
+"""Whatever an engine with captured rounds runs, all that it runs was captured before the
 first request: requests of every kind, drafts of every size that a policy may ask for.
 """
 
@@ -130,6 +130,6 @@ def test_nothing_is_captured_after_the_first_request(
         engine.shutdown()
         target.close()
     assert tape.captures == captures and len(done) > 5
-    # A head beside n-grams is asked on the host: no step goes on from one that is not finished.
+    # A head beside n-grams drafts on the host: no step goes on from one that is not finished.
     assert len(rounds) > 20 and (stats.carried > 0 or drafter == "both")
     assert all(rounds), "a step that only decodes is a round"

@@ -114,7 +114,7 @@ def eager(devices):
 
 @pytest.fixture
 def trees(monkeypatch):
-    """What every slot ran, in order: (kv_len, tokens, parents), as drafters are told."""
+    """What every slot ran, in order: (kv_len, tokens, parents), as drafters observe."""
     seen = {}
     observe = ModelDrafter.observe
 

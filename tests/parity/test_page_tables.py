@@ -79,7 +79,7 @@ def test_tables_are_whole_after_any_steps(steps, page_size, lost):
         real = table >= 0
         assert (actual[:count, :width][real] == table[real]).all()
         assert (expected[:count, :width][real] == table[real]).all()
-        assert (actual[count:, 0] == 0).all(), "nobody's row is page 0"
+        assert (actual[count:, 0] == 0).all(), "a row without a slot is page 0"
 
 
 def test_what_did_not_change_is_not_sent():

@@ -30,7 +30,7 @@ from tests.references.kernels import REFERENCE_KERNELS
 from tests.speculative.worlds import plan_of
 
 for name in ("attention", "choice", "layers", "round", "draft", "future"):
-    load(f"triton.triton_{name}")  # Interpreted, for whoever shares this process.
+    load(f"triton.triton_{name}")  # Interpreted, for all tests of this process.
 
 LLAMA = SHAPES["llama-3.1-8b"]
 CHUNK = 8192

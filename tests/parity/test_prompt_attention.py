@@ -23,7 +23,7 @@ from tests.parity.interpreted import load
 from tests.parity.launches import META, Launches
 from tests.references.kernels import REFERENCE_KERNELS, attend_dense
 
-_Zeros = load("triton.compile_ahead")._Zeros  # Interpreted, for whoever shares this process.
+_Zeros = load("triton.compile_ahead")._Zeros  # Interpreted, for all tests of this process.
 
 
 @pytest.fixture

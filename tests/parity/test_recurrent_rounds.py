@@ -51,7 +51,7 @@ def folders(tmp_path_factory):
 def test_preempted_texts_go_on_from_what_rounds_have_kept(
     folders, monkeypatch, quickly, kind, method, page, shape, overlap
 ):
-    """Little room; on torch every text is asked again, longer, behind its answer."""
+    """Little room; on torch every text is sent again, longer, behind its answer."""
     little = {"kv_tokens": 96, "context": 96, "max_sequences": 5}
     if kind == "jax":
         little |= {"executor": "jax", "threads": None}

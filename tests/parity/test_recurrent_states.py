@@ -195,7 +195,7 @@ def test_the_states_of_trees_are_the_oracles(arch, unkept, which):
             np.testing.assert_array_equal(
                 way.states.windows[layer, slot], made.window.astype(np.float32)
             )
-    assert not way.states.matrices[:, 1].any(), "a slot that nobody has was written to"
+    assert not way.states.matrices[:, 1].any(), "a free slot was written to"
 
 
 @settings(max_examples=10)

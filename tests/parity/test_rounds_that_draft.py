@@ -1,4 +1,4 @@
-"""Draft models at the end of captured rounds, against the same models asked pass by pass: every
+"""Draft models at the end of captured rounds, against the same models pass by pass: every
 method x shape x page size x temperature, the texts those of plain decoding.
 """
 
@@ -196,7 +196,7 @@ def test_rows_of_every_kind_are_those_of_plain_decoding(
     targets, learned, temperature, page, overlap
 ):
     """NAIVE: verify, accept, commit, draft-extend and the next draft are one program, whatever the
-    sampler is asked for.
+    sampler is needed.
     """
     rounds, eager, _ = targets("NAIVE", page)
     requests = of_every_kind(learned[1], temperature)
@@ -222,7 +222,7 @@ def test_texts_under_a_grammar_are_those_of_plain_decoding(targets, learned, tem
     requests = of_every_kind(learned[1], temperature, length=26, grammar=grammar)
     texts, _ = answered(rounds, requests, **NAIVE)
     assert tokens(texts) == plain(eager, requests)
-    # The draft token is one that the grammar allows, as where every pass is asked for, and the same
+    # The draft token is one that the grammar allows, as where every pass is run apart, and the same
     # but for a rounding error of the head's.
     alone, _ = answered(eager, requests, **NAIVE)
     mine, single = (np.array(counts(each)).sum(0) for each in (texts, alone))
@@ -433,7 +433,7 @@ def pair(folder, dense_head, **changes):
 
 
 def compared(both, noted, requests, **changes):
-    """Of two targets whose texts and drafts are the same, the passes that were asked for."""
+    """Of two targets whose texts and drafts are the same, the passes that ran."""
     ((actual, _), drafts, few), ((expected, _), others, many) = (
         noted.during(answered, each, requests, **changes) for each in both
     )

@@ -251,7 +251,7 @@ def test_nothing_is_captured_once_all_is(pair, plain):
 
 
 def test_only_what_was_captured_is_run(pair):
-    """A size that nobody declared is an error of whoever planned it."""
+    """A size that was not declared is an error of the plan."""
     captured, _, tape = pair
     captured.warm_up(DraftShape(nodes=3), lambda *_: None)
     runner, before = captured.rounds.runner, tape.captures

@@ -1,4 +1,4 @@
-"""What a round takes from the one before, on the device: draft tokens, bounds, who sees whom."""
+"""What a round takes from the one before, on the device: draft tokens, bounds, ancestors."""
 
 import numpy as np
 import torch
@@ -150,7 +150,7 @@ def test_guesses_are_those_that_the_host_would_take(seed, width, levels, power, 
         sees = seen(enter, leave)
         whose = tree_intervals(expected)
         assert (sees[:count, :count] == seen(*whose)).all()
-        # What is no node sees itself alone, and nobody sees it.
+        # What is no node sees itself alone, and no node sees it.
         assert (sees[count:] == np.eye(size.nodes, dtype=bool)[count:]).all()
         assert not sees[:count, count:].any()
 
@@ -189,7 +189,7 @@ def test_a_round_that_grows_nothing_leaves_no_guesses():
     st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(0, 3), st.sampled_from([1, 2, 5, 8])
 )
 def test_the_kernel_leaves_what_its_reference_leaves(seed, width, levels, nodes):
-    """By slot, and in the record; also where nobody follows a row, and where nothing is grown."""
+    """By slot, and in the record; also where no row follows, and where nothing is grown."""
     random = np.random.default_rng(seed)
     size = Size(3, nodes, levels, width if levels else 0)
     kept = torch.from_numpy(random.random((3, nodes)) < 0.5)

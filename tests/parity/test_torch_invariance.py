@@ -187,7 +187,7 @@ PAGES = 1, 16, 256
 
 
 class LazyDict(dict):
-    """What is made by its key when it is asked for first."""
+    """Values that are made by their key at first use."""
 
     def __init__(self, make):
         self._make = make
@@ -268,7 +268,7 @@ def test_prefill_in_one_chunk_or_token_by_token(executors, family):
 
 
 class UnstableLinear(Linear):
-    """As seen with MKL: its bits are others at some row counts, and at those nobody tried."""
+    """As seen with MKL: its bits are others at some row counts, tried or not."""
 
     def __call__(self, x):
         return super().__call__(x) * (1 + 1e-6 * (len(x) not in set(SIZES) - {1, 4}))

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 class LateLane:
     """A Lane whose copies are done when somebody waits for them: a buffer that is filled too early,
-    or weights that are used too early, are wrong for certain. device: what it was told to wait for.
+    or weights that are used too early, are wrong for certain. device: the copies that it waits for.
     """
 
     def __init__(self, device):

@@ -143,7 +143,7 @@ def test_the_rows_ends_are_followed(width):
             outputs = torch.zeros(11, width).bfloat16()
             extended = Extended(read, passed, outputs, 7)
             made = work(extended, accepted, prepared, facts, size)
-            outputs[-1] = 0  # Nobody's.
+            outputs[-1] = 0  # Of no row.
             results.append((made, outputs))
         (one, its), (other, others) = results
         assert torch.equal(its, others) and its[9].any() == its[7].any() == (width > 0)
@@ -160,7 +160,9 @@ def test_the_rows_ends_are_followed(width):
     some_of(every([(1, 2, 2), (3, 5, 4), (2, 4, 3), (2, 3, 8)], [False, True], [0, 40, 1100])),
 )
 def test_frontiers_are_those_of_plain_torch(shape, roots, passed):
-    """Who goes on, what it receives and who sees it, level by level; many values are equal."""
+    """Nodes that go on, what they receive and their ancestors, level by level; many values are
+    equal.
+    """
     rows, levels, width = shape
     random = torch.Generator().manual_seed(levels)
     size, places = Levels(levels, width), full_size(width, levels)

@@ -22,7 +22,7 @@ kernels = load("triton.triton_shaping")
     ],
 )
 def test_kept_are_the_references(vocab, scale):
-    """Every second row of what is asked, of large vocabularies each the other ones; of one token
+    """Every second setting, of large vocabularies each the other ones; of one token
     hardly anything can be kept or left.
     """
     random = np.random.default_rng(vocab)

@@ -1,4 +1,6 @@
-"""An application asked by values answers as over HTTP, and hears when nobody listens any more."""
+"""An application that gets requests as values answers as over HTTP, and stops when no client
+listens.
+"""
 
 import asyncio
 
@@ -52,7 +54,7 @@ def test_a_stream_comes_piece_by_piece_and_is_told_that_nobody_listens():
                 yield f"{index}\n"
                 await heard.wait()
                 heard.clear()
-            raise AssertionError("nobody stopped it")
+            raise AssertionError("it was not stopped")
         finally:
             ended.append(True)
 

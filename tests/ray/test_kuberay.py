@@ -1,4 +1,4 @@
-"""docs/deploy/kuberay.yaml: what it says to Ray Serve and to us is taken. No cluster is asked."""
+"""docs/deploy/kuberay.yaml: what it says to Ray Serve and to us is taken. No cluster is needed."""
 
 from pathlib import Path
 

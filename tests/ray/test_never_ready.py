@@ -1,5 +1,5 @@
-"""Replicas that never become ready, on real Ray: who is there serves, and each of the others is
-said by its name, with what is wrong.
+"""Replicas that never become ready, on real Ray: those that are there serve, and each of the others
+is said by its name, with what is wrong.
 """
 
 import os
@@ -92,7 +92,7 @@ def test_who_is_there_serves_and_the_others_are_named(begun, tmp_path):
         assert answers().status_code == 200
         served.says(some + r"A replica's process died while it loaded its model")
         served.says("all 2 replicas are ready")
-        # Later all are lost, and what takes their place is at fault: nobody waits for ever.
+        # Later all are lost, and what takes their place is at fault: no request waits for ever.
         (tmp_path / "broken").touch()
         for pid, _ in replica_processes():
             os.kill(pid, signal.SIGKILL)

@@ -74,7 +74,7 @@ def replica_processes():
 
 
 def both(client):
-    """Names of the replicas that answer, asked by many conversations."""
+    """Names of the replicas that answer many conversations."""
     names = set()
 
     def seen():
@@ -126,7 +126,7 @@ def second(served):
 
 
 def test_two_fronts_agree(served, second):
-    """Neither is told what the other sends: a conversation's turns find their prefix at either."""
+    """Neither knows what the other sends: a conversation's turns find their prefix at either."""
     client, _ = served
     both(client)
     places = {}
@@ -291,7 +291,7 @@ def test_replicas_that_never_become_ready_say_why():
     ended = subprocess.run(line, check=False, capture_output=True, text=True)
     assert ended.returncode == 5
     printed = " ".join(ended.stderr.split())
-    who = r"forerun: no replica could begin: replica \w+ \(process \d+\): "
-    assert re.search(who + "The model does not fit: weights", printed), ended.stderr
+    cause = r"forerun: no replica could begin: replica \w+ \(process \d+\): "
+    assert re.search(cause + "The model does not fit: weights", printed), ended.stderr
     assert "Traceback" not in ended.stderr
     assert wait_for(lambda: not replica_processes(), PATIENCE)

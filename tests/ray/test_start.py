@@ -51,7 +51,7 @@ def test_more_replicas_than_gpus(monkeypatch, there, count, options, says):
 
 
 def test_each_replica_takes_its_gpus(monkeypatch):
-    """Where nobody names a device too: Ray hides GPUs from who reserves none."""
+    """Also without a named device: Ray hides GPUs from processes that reserve none."""
     Gpus(monkeypatch, 4)
     monkeypatch.setattr(local, "choose_device", lambda config: DeviceChoice("cuda", "one is there"))
     config, each = local.on_devices(EngineConfig(model="target", tp_size=2), 2)

@@ -3,7 +3,7 @@ plain torch: the references of forerun.executors.torch.triton.triton_future, whi
 launch.
 
 The draft tokens are the best of the full tree, exactly those that
-forerun.speculative.draft_tree.full_draft takes, found by sorting; who is above whom follows from
+forerun.speculative.draft_tree.full_draft takes, found by sorting; ancestors follow from
 their parents.
 """
 

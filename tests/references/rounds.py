@@ -38,7 +38,7 @@ def prepare(inputs: RoundInputs, shape: RoundShape) -> Prepared:
     position = inputs["kv_len"][row] + inputs["depth"]
     page = (position // shape.page_size).clamp_max(inputs["table"].shape[1] - 1)
     pages = inputs["table"][row, page] * shape.page_size + position % shape.page_size
-    # A chain's nodes follow each other; what is beyond the row's nodes is nobody's affair.
+    # A chain's nodes follow each other; what is beyond the row's nodes is not read.
     real = place < inputs["count"][row]
     follows = (inputs["parents"] == place - 1) | ~real
     whole = follows.view(rows, nodes).all(1) & (inputs["decided"] > 0)
@@ -124,8 +124,8 @@ def follow(
     root = each * (len(prepared.position) // rows)
     last = root + accepted.last
     read, hidden = extended.read[last], extended.hidden[last]
-    nobody = len(extended.outputs) - 1
-    slot = torch.where(inputs["draft_slot"] >= 0, extended.first + inputs["draft_slot"], nobody)
+    unused = len(extended.outputs) - 1
+    slot = torch.where(inputs["draft_slot"] >= 0, extended.first + inputs["draft_slot"], unused)
     extended.outputs.index_copy_(0, slot.long(), hidden)
     kv_len = inputs["kv_len"] + accepted.count
     noise = prepared.noise

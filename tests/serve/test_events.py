@@ -97,7 +97,7 @@ def test_an_unread_mailbox_does_not_grow(choices):
 
 
 def test_merging_costs_little():
-    """20,000 deltas into a mailbox nobody reads: the last ones cost no more than the first."""
+    """20,000 deltas into a mailbox that is not read: the last ones cost no more than the first."""
 
     async def scenario(box, gaps):
         costs = [lines(lambda: [box.put(delta("a")) for _ in range(5000)]) for _ in range(4)]

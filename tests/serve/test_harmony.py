@@ -1,4 +1,4 @@
-"""gpt-oss asked: what its prompt is, what its answers may be, and what they are read as."""
+"""gpt-oss: its prompts, the answers that it may give, and how they are parsed."""
 
 import json
 from types import SimpleNamespace
@@ -170,7 +170,7 @@ KIMI = ("<|calls_begin|>", "<|call_begin|>", "<|eos|>")
 
 @pytest.mark.parametrize("several", [True, False])
 def test_free_text_beside_tools_has_any_control_tokens(several):
-    """A family whose marks of calls nobody here knows: they are not masked away."""
+    """A family whose marks of calls are not known here: they are not masked away."""
     tokenizer = Tokenizer(
         lambda text, first: list(text.encode()),
         Pieces((*(bytes([value]) for value in range(256)), *(mark.encode() for mark in KIMI)), 0),

@@ -106,7 +106,7 @@ def test_a_good_start_is_silent_where_only_warnings_are_wanted(capsys, logged, l
 
 
 def test_what_is_said_of_flags_is_in_the_log_once(logged, capsys):
-    """Also where a line that is no JSON would stop who reads the log."""
+    """Also where a line that is no JSON would stop a reader of the log."""
     lines = logged("info", "json")
     words = ["--log-format", "json", "--attention-backend", "fa", "--trust-remote-code"]
     arguments = parsed(["serve", "toy", *words])

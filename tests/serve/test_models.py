@@ -404,7 +404,7 @@ def test_an_engine_that_is_killed_is_started_again_and_touches_no_other():
         pids = client.get("/health").json()["engine_pids"]
         assert len({os.getpid(), *pids.values()}) == 3
         os.kill(pids["a"], signal.SIGKILL)
-        # Until the server has heard of it, a request that comes is told.
+        # Until the server has heard of it, a request that comes gets an error.
         answers = []
         assert wait_for(lambda: answers.append(ask(client, "a")) or answers[-1].status_code == 200)
         assert {answer.json()["error"]["code"] for answer in answers[:-1]} <= {"engine_stopped"}

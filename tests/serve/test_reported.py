@@ -1,4 +1,4 @@
-"""What users of other servers reported, asked of this one: docs/inside/reported.md names each issue
+"""What users of other servers reported, sent to this one: docs/inside/reported.md names each issue
 and its test here.
 """
 
@@ -126,7 +126,7 @@ def test_prediction_layers_lose_at_most_a_token_of_the_prefix_cache(predicting, 
         cached(client, ids[:80])
     wanted, actual = cached(plain, parted), cached(predicting, parted)
     assert wanted == common and common - actual in (0, 1)
-    assert cached(plain, parted) == cached(predicting, parted), "asked again"
+    assert cached(plain, parted) == cached(predicting, parted), "sent again"
 
 
 def test_many_at_once_repeat_nothing_under_prediction_layers(predicting):

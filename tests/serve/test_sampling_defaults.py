@@ -1,4 +1,5 @@
-"""What a model recommends holds where nobody says, by one rule for run, chat and serve."""
+"""What a model recommends holds where a request sets nothing, by one rule for run, chat and serve.
+"""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Who opens what when the engine is another process: ordering, told by events."""
+"""What each process opens when the engine is another one: the order, by events."""
 
 import asyncio
 import threading
@@ -50,7 +50,7 @@ def test_the_tokenizer_is_opened_while_the_engine_loads(monkeypatch):
     begun = threading.Event()
 
     async def load():
-        assert await asyncio.to_thread(begun.wait, PATIENCE), "nobody opened the tokenizer"
+        assert await asyncio.to_thread(begun.wait, PATIENCE), "the tokenizer was not opened"
 
     def text(config):
         begun.set()

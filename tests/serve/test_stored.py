@@ -46,7 +46,7 @@ def ask(client, headers=None, **more):
 
 
 def test_another_model_goes_on_with_a_conversation(several):
-    """Each model had its own answers, and was asked for them last used first."""
+    """Each model had its own answers, which are listed last used first."""
     first = ask(several, model="a", input="Hi").json()
     second = ask(several, model="b", input="Go on.", previous_response_id=first["id"])
     assert second.status_code == 200, second.text
@@ -122,7 +122,7 @@ def test_a_small_body_that_goes_on_with_much_is_read_beside_the_loop(guarded, mo
 
 
 def test_pages_of_items_as_openais_clients_turn_them(guarded):
-    """All came in the order of the request, whatever was asked."""
+    """All came in the order of the request, whatever the query."""
     key = {"authorization": "Bearer one"}
     ids = [f"i{at}" for at in range(5)]
     items = [{"role": "user", "content": "x", "id": id} for id in ids]

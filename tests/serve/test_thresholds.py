@@ -1,4 +1,4 @@
-"""Accept thresholds below 1: honoured, and told in header, body, /server_info and at the start."""
+"""Accept thresholds below 1: honoured, and shown in header, body, /server_info and at the start."""
 
 from dataclasses import replace
 

@@ -116,7 +116,7 @@ def test_the_page_has_no_inline_code_and_names_only_files_that_exist():
 
 def test_modules_import_each_other_and_nothing_else():
     assert {path for path in FILES if path.suffix == ".js"} == reached(AT_ONCE, WHEN_NEEDED), (
-        "a module is used by nobody"
+        "no module uses one"
     )
 
 

@@ -1,4 +1,4 @@
-"""What is not enforced is told, in a header and in the body; what is strict is refused."""
+"""What is not enforced is shown, in a header and in the body; what is strict is refused."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""docs/inside/rooms.svg: the rooms of the package and who imports whom, drawn from the imports.
+"""docs/inside/rooms.svg: the folders of the package and their imports, drawn from the imports.
 
 Run as a program, it writes the drawing; tests/shape/test_rooms.py holds the file to it.
 

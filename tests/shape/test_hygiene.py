@@ -107,7 +107,7 @@ def test_no_import_hides_in_a_function():
 
 def test_no_import_is_a_string():
     """A module that is named in a string is imported past the layers, and past every tool that
-    reads imports. `forerun.cli.main` loads the command that was asked for.
+    reads imports. `forerun.cli.main` loads the command of the line.
     """
     hidden = [
         f"{relative(path)}:{node.lineno}"

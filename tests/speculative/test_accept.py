@@ -175,7 +175,7 @@ def test_a_drafter_that_sees_the_noise_is_always_right():
 @settings(max_examples=150)
 @given(drafts(12), st.integers(1, 3), st.integers(0, 2**32))
 def test_the_path_is_the_walk_along_the_choices(draft, known, seed):
-    """Only nodes on the accepted path are asked, root first, with their own ancestors."""
+    """Only nodes on the accepted path are chosen at, root first, with their own ancestors."""
     chain = np.zeros(known, np.int32)
     trees = batch([np.zeros(2, np.int32), chain], [as_draft([1], [-1]), draft])
     wanted = np.random.default_rng(seed).integers(0, V, len(trees.tokens))

@@ -99,7 +99,7 @@ def all_paths(draft):
 def test_growth_follows_the_paper(seed, coarse, width, depth, nodes):
     model = Model(seed, coarse)
     draft = model.grow(width, depth, nodes)
-    # Parents first, no deeper than asked, no two equal draft tokens below one parent.
+    # Parents first, no deeper than wanted, no two equal draft tokens below one parent.
     assert (draft.parents < np.arange(len(draft))).all()
     paths = all_paths(draft)
     assert len(set(paths)) == len(paths)

@@ -58,7 +58,7 @@ def check(parents, tokens):
         assert accepted.nodes == tuple(node + 2 for node in path)
         emitted = (*(tokens[node] for node in path), choices[path[-1] if path else -1])
         assert accepted.tokens == emitted
-        # Each node was asked with the tokens from below the root down to it.
+        # Each node was chosen at with the tokens from below the root down to it.
         for node, above in visited:
             line, here = [], node - 2
             while here >= 0:

@@ -1,4 +1,4 @@
-"""Prompts equal to transformers', and users who cannot forge them."""
+"""Prompts equal to transformers', and users cannot forge them."""
 
 import json
 import os

@@ -20,7 +20,7 @@ def call(id, value):
 
 def hard():
     """What agents send: two calls at once, results in another order, a late system message, a user
-    who goes on before the model answers.
+    that goes on before the model answers.
     """
     return [
         {"role": "system", "content": "SYS1"},

@@ -663,7 +663,7 @@ def test_millions_of_ids_are_converted_in_pieces():
 
 
 def test_what_only_encoding_needs_is_made_when_a_text_is_encoded(monkeypatch):
-    """Once, whoever comes first; a fault of it is a ModelError then."""
+    """Once, by the first call; a fault is a ModelError then."""
     made, without = [], tokenizer_module.without_controls
 
     def counted(*given):

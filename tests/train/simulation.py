@@ -81,13 +81,13 @@ class Simulation:
         wanted[:, prompt_len + 1 :] = True  # The prompt's own step says the first token.
         # What was served is the target's choice, whatever this pass would have said.
         choice = torch.cat([ids[:, 1:], ids[:, -1:]], 1)
-        nobody = torch.zeros(len(tokens), 1)  # Hits are wanted, no loss.
+        unused = torch.zeros(len(tokens), 1)  # Hits are wanted, no loss.
         batch = TrainingBatch(
             ids,
             wanted,
             torch.from_numpy(features)[None],
             choice,
-            LikeliestTargets(nobody.long(), nobody),
+            LikeliestTargets(unused.long(), unused),
         )
         _, scores = ttt_loss(self._head, batch, self._embed, self._vocabulary, Unrolling(steps))
         return [(int(score.hits), score.rows) for score in scores]

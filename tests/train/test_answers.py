@@ -1,4 +1,4 @@
-"""Sessions: who asks what, in which order, and what is kept. A scripted author stands in."""
+"""Sessions: their turns, in order, and what is kept. A scripted author stands in."""
 
 import json
 from itertools import count
@@ -171,7 +171,7 @@ def test_settled_chats_are_not_begun_again():
 
 
 class Prompt(Scripted):
-    """Answers one at a time, the first asked first."""
+    """Answers one at a time, in the order of requests."""
 
     def finished(self):
         self._open.reverse()

@@ -277,7 +277,7 @@ def test_an_epoch_sees_every_chat_once(corpus):
 
 
 def test_batches_are_of_answer_tokens(tmp_path):
-    """Steps of as many answer tokens, whatever was asked; memory is bounded all the same."""
+    """Steps of as many answer tokens, whatever the prompts; memory is bounded all the same."""
     random = np.random.default_rng(2)
     chats = []
     for _ in range(60):

@@ -110,7 +110,7 @@ def test_a_prediction_layer_is_trained_and_served(untrained, tmp_path, executor)
 
 
 def served(target, small, *more, **changes):
-    """Answers to what was asked in training, up to their ends, behind which nothing was learnt: by
+    """Answers to the prompts of training, up to their ends, behind which nothing was learnt: by
     chains of 3, by trees of 12, and first by `more`. Texts are those without drafts.
     """
     texts = dict.fromkeys(prompt.text for prompt in small.questions)

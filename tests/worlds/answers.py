@@ -44,7 +44,7 @@ def wanted(prompts, lengths, temperatures=0.0, **options):
 
 def answered(target, requests, pause=0, **changes):
     """Answer the requests, one more of which comes every `pause` steps (0: all come at once).
-    Return what each was told, delta by delta, and the engine's statistics.
+    Return the deltas of each, and the engine's statistics.
     """
     engine = make_engine(target, replace(target.config, **changes))
     heard, waiting, steps, busy = [[] for _ in requests], list(requests), 0, True
@@ -81,7 +81,7 @@ def reports(heard):
 
 
 class RecordedDrafts:
-    """What draft models propose while `patch` holds (a MonkeyPatch), and how many passes are asked
+    """What draft models propose while `patch` holds (a MonkeyPatch), and how many passes are run
     of those on torch.
 
     drafts  by text and cached tokens: slots are given again
@@ -113,7 +113,7 @@ class RecordedDrafts:
         return counted
 
     def during(self, run, *given, **named):
-        """Return what `run` returns, the drafts proposed meanwhile and the passes asked for."""
+        """Return what `run` returns, the drafts proposed meanwhile and the passes run."""
         self.drafts, self.passes = {}, 0
         return run(*given, **named), self.drafts, self.passes
 

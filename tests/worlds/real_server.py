@@ -197,9 +197,9 @@ class Real(Server):
 
 class Load:
     """Clients that ask golden requests without a pause, whole, until they are stopped. The name
-    "new" stands for a grammar that was never asked for.
+    "new" stands for a grammar that is new to the server.
 
-    everywhere  every model is asked what `names` say
+    everywhere  every model gets what `names` say
 
     done     answers so far
     wrong    answers with status 200 that are not the golden ones
@@ -249,7 +249,7 @@ def busy(answers: list[httpx.Response]) -> bool:
 
 
 def constant(response: httpx.Response, request):
-    """Status, and what does not change from one time to the next, of the model that was asked."""
+    """Status, and what does not change from one time to the next, of the model of the request."""
     body = response.json()
     if response.status_code != 200:
         return response.status_code, body["error"]

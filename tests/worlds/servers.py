@@ -98,8 +98,8 @@ class Server:
 
 
 def wait_for(check, seconds=PATIENCE):
-    """Poll until `check` says yes, less often the longer it takes: who is asked has work to do.
-    True if it did.
+    """Poll until `check` says yes, less often the longer it takes: the other process has work to
+    do. True if it did.
     """
     deadline, pause = time.monotonic() + seconds, 0.01
     while time.monotonic() < deadline:
@@ -116,7 +116,7 @@ FORKS.set_forkserver_preload(["tests.worlds.toy_server"])
 
 
 class Forked:
-    """A process that runs `main(options, told)` of toy_server, with what tests use of Popen's."""
+    """A process that runs `main(options, report)` of toy_server, with what tests use of Popen's."""
 
     def __init__(self, options, log):
         self._receiver, receiver = FORKS.Pipe(duplex=False)
@@ -142,7 +142,7 @@ class Forked:
 
     def send_signal(self, sent):
         if self.poll() is None:  # Else its number may be another's.
-            with suppress(ProcessLookupError):  # It has ended, and nobody has told yet.
+            with suppress(ProcessLookupError):  # It has ended, unnoticed so far.
                 os.kill(self.pid, sent)
 
     def kill(self):
@@ -199,7 +199,7 @@ def serving(tmp_path, wait=True, **options):
 
 @contextmanager
 def started(line, log, wait=True, **popen):
-    """The server of a command line that is told to say as JSON where it listens, which logs into a
+    """The server of a command line that prints as JSON where it listens, which logs into a
     file; with `wait`, it is loaded.
     """
     line = [*line, "--port", "0", "--json"]

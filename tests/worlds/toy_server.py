@@ -2,7 +2,7 @@
 
 What it takes beyond settings: a toy that needs `delay` seconds per step, loading that waits for a
 file `load_when` or fails with `load_error`, an engine that dies of the token `poison`, a drafter
-that fails when it is asked for the `drafter_calls`-th time, a file `steps` that grows by a byte
+that fails at its `drafter_calls`-th call, a file `steps` that grows by a byte
 per step, or a `script` that it writes (scripted.py). With `models` it is one of several names, each
 a toy like that. Another `model` takes none of that. The engine
 runs in a process of its own (toy_engine) unless the setting `engine_process` says no.

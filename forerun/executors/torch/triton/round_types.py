@@ -1,7 +1,7 @@
 """The values before and after the forward pass of a captured round, and of a draft head's levels.
 The kernels that compute them: triton_round.py, triton_draft.py and triton_future.py; their
-references in torch: tests/references/rounds.py and future.py. A round has R rows of N nodes, M = R*N.
-Its inputs are named in captured/fixed.py.
+references in torch: tests/references/rounds.py and future.py. A round has R rows of N nodes, M =
+R*N. Its inputs are named in captured/fixed.py.
 """
 
 from dataclasses import dataclass
