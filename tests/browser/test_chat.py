@@ -55,7 +55,7 @@ def says(page, text):
     )
 
 
-def test_the_first_load_shows_the_model_and_asks_nobody_else(page):
+def test_the_first_load_shows_the_model_and_requests_nothing_elsewhere(page):
     page.open()
     assert page.inner_text("#server-text") == "toy"
     assert page.title() == "Chat · Forerun"

@@ -96,7 +96,7 @@ def test_other_text_would_be_seen(page):
     page.wait_for_selector(".verdict.bad:has-text('differ from token 1 on')")
 
 
-def test_both_lanes_are_asked_the_same(page):
+def test_both_lanes_get_the_same_request(page):
     """Whatever is typed between them."""
     bodies = []
 

@@ -72,7 +72,7 @@ def test_without_the_core_and_without_torch_one_sentence_says_both(monkeypatch):
         assert choose_executor(config, arch).executor == "torch"
 
 
-def test_torch_is_not_asked_where_there_is_no_gpu(machine, monkeypatch):
+def test_torch_is_not_used_where_there_is_no_gpu(machine, monkeypatch):
     torch = pytest.importorskip("torch")
     machine([], 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("asked"))
@@ -85,7 +85,7 @@ def test_what_runs_is_resolved():
     target.close()
 
 
-def test_a_gpu_that_cannot_be_used_is_told_of(machine, monkeypatch):
+def test_a_gpu_that_cannot_be_used_is_reported(machine, monkeypatch):
     lines = []
     monkeypatch.setattr(console, "say", lines.append)
     machine(["/dev/nvidia0"], 0)

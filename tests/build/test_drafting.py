@@ -119,7 +119,7 @@ def test_the_start_names_what_the_hub_has():
         assert "the hub" not in sentence
 
 
-def test_a_head_that_nobody_has_is_named_with_what_there_is():
+def test_an_unknown_head_is_named_with_what_there_is():
     config = EngineConfig(model="org/model", speculative_algorithm="EAGLE3")
     with pytest.raises(ConfigError, match=r"none comes with org/model; add .*-path FOLDER\."):
         with_shipped(config)

@@ -184,7 +184,7 @@ def test_a_server_that_still_loads_is_no_wrong_address(monkeypatch):
         find_model("http://127.0.0.1:9/v1", "", None)
 
 
-def test_bodies_are_plain_openai_unless_asked_otherwise():
+def test_bodies_are_plain_openai_by_default():
     plain = body_of(PROMPT, "m", AskConfig(max_tokens=5), None)
     assert set(plain) == {
         "model", "messages", "max_tokens", "temperature", "top_p", "seed", "stream",

@@ -200,7 +200,7 @@ def test_files_that_hold_nothing_or_are_not_there(tmp_path):
             read_prompts(tmp_path / name)
 
 
-def test_spread_takes_what_was_asked_or_refuses():
+def test_spread_takes_its_count_or_refuses():
     prompts = read_prompts()
     assert spread(prompts, None) == prompts
     assert spread(prompts, 1) == prompts[:1]

@@ -90,7 +90,7 @@ def test_closed_folders_among_models_are_passed_over(closed, tmp_path):
     assert in_folder(tmp_path) == [str(closed), str(tmp_path / "x.gguf")]
 
 
-def test_errors_of_the_system_are_told_from_our_own(tmp_path):
+def test_errors_of_the_system_are_distinguished_from_our_own(tmp_path):
     try:
         (tmp_path / ("x" * 300)).stat()
     except OSError as error:

@@ -15,7 +15,7 @@ def script(shell, capsys):
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_every_shell_is_told_commands_options_and_values(shell, capsys):
+def test_every_shell_gets_commands_options_and_values(shell, capsys):
     written = script(shell, capsys)
     assert shell in shtab.SUPPORTED_SHELLS
     for word in ("serve", "speculative-algorithm", "EAGLE+NGRAM", "adaptive"):

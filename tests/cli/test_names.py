@@ -214,7 +214,7 @@ def test_names_of_a_model_do_not_swallow_it():
     assert server("m", "--alias", "a,b").served_name == ("a", "b")
 
 
-def test_all_problems_of_a_line_are_told_at_once(capsys):
+def test_all_problems_of_a_line_are_reported_at_once(capsys):
     line = "serve --nonsense --port x --swap-spaces 3 --lora a --another"
     assert main(line.split()) == 2
     said = capsys.readouterr().err
@@ -491,7 +491,7 @@ def test_another_library_for_grammars_is_a_sentence_and_no_error(caplog):
         engine("--grammar-backend", "none")
 
 
-def test_all_values_out_of_bounds_are_told_at_once(capsys):
+def test_all_values_out_of_bounds_are_reported_at_once(capsys):
     line = ["serve", "toy", "--port", "99999", "--max-sequences", "0", "--threads", "-4"]
     assert main(line) == 2
     printed = capsys.readouterr().err.splitlines()

@@ -187,7 +187,7 @@ def test_why_the_core_is_not_planned_with_is_a_sentence(capsys, tmp_path):
     assert capsys.readouterr().err.startswith("forerun: The compiled core is not used (")
 
 
-def test_what_captured_rounds_take_is_told(capsys):
+def test_memory_of_captured_rounds_is_reported(capsys):
     words = ("llama-3.1-8b", *CARD)
     captured, eager = planned(capsys, *words), planned(capsys, *words, "--disable-cuda-graph")
     arch = SHAPES["llama-3.1-8b"]

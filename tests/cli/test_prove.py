@@ -145,7 +145,7 @@ MIXED = replace(
 
 
 @pytest.mark.slow
-def test_everything_that_can_be_asked_for_is_proved_while_sequences_are_preempted():
+def test_every_parameter_is_proved_while_sequences_are_preempted():
     with toy_target(replace(CONFIG, max_sequences=16, kv_tokens=1024)) as target:
         proof = prove(target, target.config, replace(MIXED, group=16))
     assert proof.holds
@@ -157,7 +157,7 @@ def test_everything_that_can_be_asked_for_is_proved_while_sequences_are_preempte
     assert all(short[len(short) // 2 :]), "stop strings end sampled answers"
 
 
-def test_every_parameter_is_asked_for_with_the_grammar_and_without(monkeypatch):
+def test_every_parameter_is_proved_with_the_grammar_and_without(monkeypatch):
     calls = []
 
     def spying(target, config, requests, *rest):

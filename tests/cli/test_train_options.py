@@ -43,7 +43,7 @@ def test_an_option_of_other_methods_is_refused(method, name, tmp_path, capsys):
     assert not out.exists()
 
 
-def test_what_a_preset_says_is_refused_to_nobody():
+def test_values_of_presets_are_never_refused():
     assert resolve("cpu", {"method": "block"}).thin == 0.5
     assert resolve("table", {}).method == "table"
 

@@ -152,7 +152,7 @@ def test_opencode_has_a_provider_of_its_own(server, capsys):
     assert provider["options"] == {"baseURL": server.url, "apiKey": "k", "headers": headers}
 
 
-def test_qwen_code_and_aider_are_told_in_the_environment(server, capsys):
+def test_qwen_code_and_aider_are_configured_by_the_environment(server, capsys):
     code, environment, command = started_with(capsys, server, "qwen")
     assert (code, command) == (0, ["qwen", "--auth-type", "openai"])
     assert environment["OPENAI_BASE_URL"] == server.url and environment["OPENAI_MODEL"] == "toy"
@@ -162,7 +162,7 @@ def test_qwen_code_and_aider_are_told_in_the_environment(server, capsys):
     assert environment["OPENAI_API_BASE"] == server.url and environment["OPENAI_API_KEY"]
 
 
-def test_claude_code_is_told_the_context(server, capsys):
+def test_claude_code_gets_the_context(server, capsys):
     _, environment, _ = started_with(capsys, server, "claude")
     assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
     assert environment["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "1024"
@@ -179,7 +179,7 @@ def test_what_an_answer_may_have(context):
 @pytest.mark.parametrize(
     "agent", ["claude", "cline", "continue", "open-webui", "opencode", "qwen", "aider"]
 )
-def test_agents_are_told_the_server(server, capsys, agent):
+def test_agents_get_the_servers_address(server, capsys, agent):
     code, out, err = run(
         capsys, "launch", agent, "--config-only", "--json", "--url", server.url, "--api-key", "k"
     )

@@ -191,7 +191,7 @@ def test_bars_cut_no_number(monkeypatch):
     assert "98.4 MB of 98.5 MB" in drawn and "best 1.000" in " ".join(drawn.split())
 
 
-def test_lines_of_progress_name_no_total_that_nobody_knows(monkeypatch):
+def test_lines_of_progress_name_no_unknown_total(monkeypatch):
     """They come also while one piece takes long: a compiler does not say how far it is."""
     said = []
     monkeypatch.setattr(console, "err", Console(file=StringIO()))

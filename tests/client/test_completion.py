@@ -78,7 +78,7 @@ class Recorder:
             sink(Delta(name, 0, **news))
 
 
-def test_no_more_than_asked_are_in_flight_and_progress_is_told():
+def test_no_more_than_at_once_are_in_flight_and_progress_is_reported():
     engine, progress = Recorder(), []
     helper = threading.Thread(target=engine.answer, args=(7,), kwargs={"finish": Finish.STOP})
     helper.start()

@@ -70,7 +70,7 @@ class RecordingSink:
         self.ended.set()
 
 
-def test_who_waits_for_a_model_is_told_how_far_it_is():
+def test_requests_for_a_loading_model_get_its_progress():
     """Once for each sentence that says something else."""
 
     async def run():
@@ -177,7 +177,7 @@ def test_a_process_that_was_begun_before_is_the_first_ones():
     asyncio.run(scenario())
 
 
-def test_a_process_that_nobody_takes_is_killed():
+def test_a_process_that_is_not_taken_is_killed():
     begun = EngineStart((sys.executable, "-c", "input()"))
     begun.discard()
     assert begun.process.returncode is not None
@@ -197,7 +197,7 @@ def test_what_cannot_be_loaded_is_the_same_error_here():
         asyncio.run(EngineProcess.open(command(load_error="no such model")))
 
 
-def test_a_process_that_ends_is_an_error_of_whoever_waits():
+def test_a_process_that_ends_is_an_error_of_waiting_requests():
     async def scenario():
         engine, _ = await EngineProcess.open(command(delay=0.01))
         heard = RecordingSink()
@@ -293,7 +293,7 @@ for name in NAMES:
         assert subprocess.run(line, check=False, capture_output=True).returncode == code
 
 
-def test_a_grammar_that_nobody_has_any_more_is_forgotten():
+def test_a_grammar_of_no_sequence_is_forgotten():
     with toy_loaded() as loaded:
         worker = _Worker(None)
         worker._loaded = loaded
@@ -325,7 +325,7 @@ def test_what_was_not_foreseen_is_an_answer_and_ends_nothing(monkeypatch):
         assert "changed size" in str(each.problem.error())
 
 
-def test_who_is_discarded_does_not_hear_of_it(tmp_path):
+def test_a_discarded_engine_start_ends_in_silence(tmp_path):
     """Else it warns of a server that has ended, beside the server's own reason."""
     heard = tmp_path / "heard"
     program = (

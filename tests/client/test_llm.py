@@ -40,7 +40,7 @@ def test_typed_options_are_the_real_ones():
     }
 
 
-def test_the_package_loads_nothing_before_it_is_asked():
+def test_the_package_loads_nothing_before_use():
     program = "import sys, forerun; print('numpy' in sys.modules, forerun.LLM.__name__)"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, check=False, text=True

@@ -79,7 +79,7 @@ def test_no_two_requests_begin_alike(asking):
     assert works[0].tokens == len(Words().encode(works[0].bodies[0]["messages"]))
 
 
-def test_prompts_and_decoding_are_told_apart():
+def test_prompts_and_decoding_are_timed_apart():
     timing = over_http.Timing(arrivals=[0.5, 2.0], tokens=11)
     speeds = over_http.speeds(1.0, [timing] * 4, 3.0, prompts=200)
     assert (speeds["prompts"], speeds["decoding"], speeds["whole"]) == (200.0, 20.0, 44 / 3)
@@ -89,7 +89,7 @@ def test_prompts_and_decoding_are_told_apart():
 
 
 @pytest.mark.parametrize("kind", ["llama.cpp", "ik_llama.cpp", "vllm", "forerun"])
-def test_every_server_is_told_streams_and_threads(monkeypatch, tmp_path, kind):
+def test_every_server_gets_streams_and_threads(monkeypatch, tmp_path, kind):
     monkeypatch.setattr(servers, "llama_server", lambda kind: tmp_path / kind)
     monkeypatch.setattr(servers, "environment", lambda server: tmp_path / "bin" / "python")
     job = servers.Job(tmp_path / "x.gguf", tmp_path, threads=3, streams=7, context=100)

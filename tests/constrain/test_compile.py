@@ -196,7 +196,7 @@ def test_what_takes_too_much_processor_time_is_ended_and_the_next_one_answered()
     assert process.poll() is not None
 
 
-def test_what_dies_or_does_not_answer_is_told_apart(monkeypatch):
+def test_what_dies_and_what_does_not_answer_are_distinguished(monkeypatch):
     worker = SandboxProcess([sys.executable, "-c", "input()"], 0.3)
     assert worker.ask({}) is None and worker.fault is Fault.DIED
     code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
@@ -207,7 +207,7 @@ def test_what_dies_or_does_not_answer_is_told_apart(monkeypatch):
     assert worker.ask({}) is None and worker.fault is Fault.SILENT
 
 
-def test_a_grammar_that_takes_all_memory_is_told_in_words(monkeypatch):
+def test_a_grammar_that_takes_all_memory_is_an_error_in_words(monkeypatch):
     def hungry(**_):
         raise MemoryError
 
@@ -450,7 +450,7 @@ def test_what_the_cache_takes_is_what_it_counts():
     assert int(said) < 4 << 20
 
 
-def test_too_many_at_once_are_asked_to_come_back(monkeypatch):
+def test_too_many_at_once_get_a_retry_later(monkeypatch):
     monkeypatch.setattr(compile_module, "MAX_WAITING", 1)
     made = Compiler(BYTES)
     entered, gate = threading.Event(), threading.Event()
@@ -470,7 +470,7 @@ def test_too_many_at_once_are_asked_to_come_back(monkeypatch):
     waiting.join()
 
 
-def test_thirty_schemas_of_1900_properties_hold_nobody_up():
+def test_thirty_schemas_of_1900_properties_block_no_other():
     """Large grammars have a process of their own, and the next one there is decided by size and
     client: small ones pass all of them, a large one of a client with little passes the rest.
     """

@@ -60,7 +60,7 @@ def test_small_work_passes_large_work_and_equal_work_keeps_its_order():
     assert office.order == ["first", "small", "one", "two", "large"]
 
 
-def test_who_has_used_much_waits_for_who_has_not():
+def test_a_tenant_that_used_much_waits_for_others():
     office = ManualQueue()
     office.come("long", "greedy", 0.1)
     office.end(8.0)
@@ -73,7 +73,7 @@ def test_who_has_used_much_waits_for_who_has_not():
     assert office.order == ["long", "held", "other", "more"]
 
 
-def test_nobody_waits_for_ever():
+def test_no_request_waits_for_ever():
     office = ManualQueue()
     office.come("first", "a", 1.0)
     office.come("large", "a", 5.0)
@@ -94,7 +94,7 @@ def test_what_was_used_is_forgotten():
     assert office.queue._of("greedy") == 1.0
 
 
-def test_who_has_worked_least_has_the_next_turn():
+def test_the_least_worked_has_the_next_turn():
     """Two turns at a time; a turn lasts until its work ends."""
     queue, order, ends, threads = LeastFirst(2), [], {}, []
 

@@ -108,7 +108,7 @@ class ManualMatcher:
         pass
 
 
-def test_nobody_waits_for_a_matcher_that_does_not_answer():
+def test_no_request_waits_for_a_matcher_that_does_not_answer():
     """Neither running sequences nor later ones with the same prompt."""
     released = threading.Event()
     stuck = replace(
@@ -377,7 +377,7 @@ def test_what_a_grammar_will_cost_is_seen_where_it_is_compiled():
     compiler.close()
 
 
-def test_who_follows_ordinary_grammars_does_it_on_the_engines_thread():
+def test_ordinary_grammars_are_followed_on_the_engines_thread():
     for case in CASES.values():
         assert not compiled(case[0]).expensive
 
@@ -396,7 +396,7 @@ runpy.run_module("forerun.constrain.isolation.matcher_worker", run_name="__main_
 
 
 @pytest.mark.parametrize("when", ["before it is ready", "behind a token", "between requests"])
-def test_a_process_that_somebody_ends_is_no_fault_of_the_grammars(when, monkeypatch, tmp_path):
+def test_a_process_ended_from_outside_is_no_fault_of_the_grammars(when, monkeypatch, tmp_path):
     """With it ends the request whose matcher it held, as one that may be sent again. Where it held
     none yet nothing happens, and sequences beside it are not touched.
     """
@@ -461,7 +461,7 @@ def test_few_processes_run_at_one_time(monkeypatch):
     remotes[1].close()
 
 
-def test_answers_of_seconds_hold_up_nobody_for_longer_than_one(monkeypatch):
+def test_answers_of_seconds_block_others_for_one_at_most(monkeypatch):
     """One works at a time: the one that has worked least is next, however many came first."""
     monkeypatch.setattr(remote_matcher, "MAX_WORKING", 1)
     tokenizer = TOKENIZERS["bytes"]
@@ -503,7 +503,7 @@ def test_answers_of_seconds_hold_up_nobody_for_longer_than_one(monkeypatch):
         remote.close()
 
 
-def test_nothing_is_asked_for_who_has_left_while_it_waited(monkeypatch):
+def test_nothing_is_computed_for_a_request_that_left_the_queue(monkeypatch):
     tokenizer, entered = TOKENIZERS["bytes"], threading.Event()
     grammar = fresh(CASES["city"][0], expensive=True)
     matchers, ended = RemoteMatchers(tokenizer), threading.Event()

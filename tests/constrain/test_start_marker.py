@@ -94,7 +94,7 @@ def test_what_may_follow_is_what_the_text_says(before, control):
     assert {ord("d"), ord("i")} & allowed, "some token goes on behind the marker"
 
 
-def test_control_tokens_stand_in_nobodys_way_unless_they_leave_text():
+def test_control_tokens_change_nothing_unless_they_leave_text():
     output = [*SPANS.encode_part("</", True), 256, *SPANS.encode_part("t>", False)]
     for control in (False, True):
         matcher = Matcher(compiled(control))

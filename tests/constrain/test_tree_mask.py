@@ -249,7 +249,7 @@ class Counted:
         return getattr(self._inner, name)
 
 
-def test_a_state_is_asked_for_its_mask_once_and_equal_masks_are_sent_once():
+def test_a_mask_is_computed_once_per_state_and_equal_masks_are_sent_once():
     grammars = TreeGrammars(VOCAB)
     slots, known = np.array([0, 1, 2], np.int32), np.array([1], np.int32)
     for slot in (0, 1):  # Slot 2 is not constrained.

@@ -90,7 +90,7 @@ def test_as_much_is_drafted_as_wins_more_time_than_it_costs():
     assert bought(opened(COSTS, 2, None), [], []) == [0, 0]
 
 
-def test_a_row_gets_room_for_what_would_be_bought_and_is_told():
+def test_a_row_gets_room_for_what_would_be_bought_and_its_reason():
     policy = opened(COSTS, 2, FixedLookahead([], [1.0, 0.9, 0.9]))
     budgets = policy.decide(*held(2)).rows
     assert [(b.nodes, b.depth) for b in budgets] == [(2, 2), (3, 3)]

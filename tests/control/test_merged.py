@@ -199,7 +199,7 @@ def test_beside_a_head_that_does_not_pay_it_is_as_fast_as_the_ngrams_alone(costs
 
 
 @pytest.mark.parametrize("rows", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_head_that_pays_is_asked_with_the_ngrams(rows):
+def test_a_head_that_pays_drafts_with_the_ngrams(rows):
     alone, _, _ = ran(DEVICE, rows, SOME, None)
     head, _, _ = ran(DEVICE, rows, (0.0, 0.0), GOOD)
     merged, levels, _ = ran(DEVICE, rows, SOME, GOOD)

@@ -104,7 +104,7 @@ def test_while_guesses_do_not_pay_they_are_seldom_looked_for():
     assert drafted_steps(20, 4) == 20
 
 
-def test_guesses_that_promise_less_than_any_costs_are_not_asked_for():
+def test_guesses_that_promise_less_than_any_costs_are_not_drafted():
     budget = seen(opened(MIDDLE, 1)).decide(*arrays(1)).rows[0]
     dearer = seen(opened(MIDDLE, 2)).decide(*arrays(2)).rows[0]
     assert budget.reason.startswith(ON) and 0.05 < budget.min_prob < dearer.min_prob < 0.5
@@ -266,7 +266,7 @@ def test_a_slow_machine_does_not_make_guesses_dearer():
     assert live.pace > 2.0
 
 
-def test_reasons_are_told_and_counted():
+def test_reasons_are_reported_and_counted():
     policy = seen(opened(MIDDLE, 1))
     Text(MIDDLE, 1, honesty=0.0, match=1.0, look=0.3).run(policy, 100)
     facts = policy.describe()

@@ -213,7 +213,7 @@ def test_nothing_is_committed_to_a_page_that_is_not_there(executor, random, monk
 
 
 @pytest.mark.parametrize("rows", ["0", "1", "01", "10"])
-def test_accepted_draft_tokens_are_in_their_pages_whoever_decided(executor, random, rows):
+def test_accepted_draft_tokens_are_in_their_pages_on_host_and_device(executor, random, rows):
     """Slot 0 is decided by the core, slot 1 by the specification; slot 2 drafts nothing."""
     made, prompt = executor(), random.integers(0, tiny.VOCAB, 20)
     kinds = Sampling(temperature=0.0), Sampling(temperature=0.0, min_tokens=1)

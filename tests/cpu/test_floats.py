@@ -74,7 +74,7 @@ def test_it_says_what_the_weights_are(executor, folder, checkpoint):
 
 
 @pytest.mark.parametrize(("dtype", "bits", "off"), [("q8_0", 8.5, 0.07), ("q4_1", 5, 0.6)])
-def test_floats_are_quantised_only_when_asked(folder, random, dtype, bits, off):
+def test_floats_are_quantised_only_with_the_option(folder, random, dtype, bits, off):
     source = folder("BF16")
     tokens = random.integers(0, tiny.VOCAB, 60)
     made = CpuExecutor(source, limits(tiny.VOCAB), 1, dtype=dtype)

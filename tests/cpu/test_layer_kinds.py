@@ -325,7 +325,7 @@ class Uneven(RandomCheckpoint):
         return Packed("F32", matrix.view(np.uint8), matrix.shape[1])
 
 
-def test_a_router_that_is_not_finite_is_told_of(executor, checkpoint):
+def test_a_router_that_is_not_finite_is_reported(executor, checkpoint):
     """A row without a choice is a row of NaN, and nothing is read out of bounds."""
     arch = SHAPES["tiny"]
     (spec,) = set(arch.layer_specs)

@@ -321,7 +321,7 @@ def test_wrong_slots_are_refused(kind, slot):
         ([0, 4, 4, -1], "shorter than it says"),
     ],
 )
-def test_the_core_checks_what_it_is_told(message, fault):
+def test_the_core_checks_its_arguments(message, fault):
     drafter, library = CpuNgramDrafter(2), native.load_short()
     drafter.begin(slot_init(0, [1, 2, 1]))
     numbers, out = array("i", message), np.empty(64, np.int32)

@@ -100,7 +100,7 @@ def test_equal_to_numpy(random, kind, channels, inputs):
 @pytest.mark.parametrize("kind", FLOATS)
 @pytest.mark.parametrize("becomes", ["Q8_0", "Q4_1"])
 @pytest.mark.parametrize("inputs", [72, 95])
-def test_floats_are_quantised_where_that_is_asked(random, kind, becomes, inputs):
+def test_floats_are_quantised_where_wanted(random, kind, becomes, inputs):
     raw, weight = stored(random.standard_normal((40, inputs)).astype(np.float32), kind)
     x = random.standard_normal((7, inputs)).astype(np.float32)
     kept = eight_bits(weight) if becomes == "Q8_0" else four_bits(weight)

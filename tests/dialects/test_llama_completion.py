@@ -104,7 +104,7 @@ def test_prompts_in_every_form(server):
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32 - 1, None])
-def test_a_random_seed_is_told(server, seed):
+def test_a_random_seed_is_shown(server, seed):
     first, second = (ask(server, seed=seed, temperature=1.0) for _ in range(2))
     assert first["content"] != second["content"]
     drawn = first["generation_settings"]["seed"]
@@ -214,7 +214,7 @@ def infilled(tokenizer, context=1000, **more):
     return tokenizer.decode(ids, skip_special=False)
 
 
-def test_what_is_between_two_texts_is_asked_in_the_models_own_marks():
+def test_infilling_uses_the_models_own_marks():
     qwen = marked(["<end>", "<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"])
     assert infilled(qwen) == "<|fim_prefix|>a(<|fim_suffix|>)z<|fim_middle|>"
     assert infilled(qwen, prompt="x, ") == "<|fim_prefix|>a(x, <|fim_suffix|>)z<|fim_middle|>"

@@ -208,7 +208,7 @@ def test_structured_output(client, stream):
     assert made.done_reason == "length" or isinstance(json.loads(made.response), dict)
 
 
-def test_thinking_is_told_apart(thinking):
+def test_thinking_is_separated(thinking):
     client = ollama.Client(thinking.root, trust_env=False)
     question = [{"role": "user", "content": thoughtful()}]
     message = chat(thinking, question, **GREEDY)[0]["message"]

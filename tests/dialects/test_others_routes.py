@@ -94,7 +94,7 @@ def test_a_path_without_v1_is_named(server):
 
 
 @with_two()
-def test_tokens_of_a_response_that_nobody_asks_for(server):
+def test_tokens_of_a_response_without_generation(server):
     counted = server.post("/v1/responses/input_tokens", {"input": "Which city?"}).json()
     reply = server.post("/v1/responses", {"input": "Which city?", "max_output_tokens": 5}).json()
     assert counted["input_tokens"] == reply["usage"]["input_tokens"]

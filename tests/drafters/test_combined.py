@@ -197,7 +197,7 @@ def test_paths_that_two_propose_are_one_node():
     assert (np.diff(draft.score) <= 0).all()
 
 
-def test_where_only_free_drafters_are_asked_the_head_is_not():
+def test_where_only_free_drafters_draft_the_head_does_not():
     good, bad = ChanceDrafter("good", 1.0, 0.9, GOOD), ChanceDrafter("bad", 1.0, 0.5, BAD)
     drafter = CombinedDrafter(bad, good)
     good.truth = bad.truth = [3, 4, 5, 6]

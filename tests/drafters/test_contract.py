@@ -330,7 +330,7 @@ SELDOM_ORACLES = [
     ("executor", "name", "temperature"),
     thinned(ORACLES, [(0.0,), (0.8,)], SELDOM_ORACLES),
 )
-def test_what_was_told_is_accepted_and_what_is_wrong_never(cells, executor, name, temperature):
+def test_known_tokens_are_accepted_and_wrong_ones_never(cells, executor, name, temperature):
     """The same passes and caches, but the outcome of each draft token is known beforehand."""
     cell = cells(executor, name)
     shape = heard_of(executor, cell)

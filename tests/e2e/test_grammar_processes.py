@@ -25,7 +25,7 @@ def stats(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_matching_process_that_somebody_kills_is_a_500_of_that_request_alone(tmp_path, stream):
+def test_a_killed_matching_process_is_a_500_of_that_request_alone(tmp_path, stream):
     """It is the server's fault and may be sent again; a limit of the grammar's is a 400."""
     endless = DENSE | {str(ord("}")): -100}
     body = {"messages": MESSAGES, **strict(MANY), "max_tokens": 1000, "logit_bias": endless}

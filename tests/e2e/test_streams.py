@@ -110,7 +110,7 @@ STALLED = {**PLAIN, "n": 16, "max_tokens": 400, "logprobs": 20, "stream": True}
 """With log-probabilities its answer is some 10 MB, more than sockets buffer."""
 
 
-def test_a_stalled_reader_holds_nobody_up(tmp_path):
+def test_a_stalled_reader_blocks_no_other(tmp_path):
     """Others are answered though it is not dropped."""
     with serving(tmp_path, settings={"send_seconds": 1000.0}) as patient:
         with patient.connect(receive_buffer=2048) as sock:
@@ -124,7 +124,7 @@ def test_a_stalled_reader_holds_nobody_up(tmp_path):
 
 
 @pytest.mark.parametrize("stream", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_who_reads_nothing_is_dropped(hasty, stream):
+def test_a_client_that_reads_nothing_is_dropped(hasty, stream):
     """Also where the answer comes as a whole."""
     before = dropped(hasty)
     with hasty.connect(receive_buffer=2048) as sock:

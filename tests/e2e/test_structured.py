@@ -204,7 +204,7 @@ def test_logprobs_and_stop_strings(server):
 
 
 @with_two("toy_server", seldom=True)
-def test_hostile_grammars_hold_nobody_up(server):
+def test_hostile_grammars_block_no_other_request(server):
     """Before the first of them is compiled or refused, others are answered: counted, not timed. One
     may have been before the first came; two say that no request waits for it.
     """

@@ -293,7 +293,7 @@ def test_reserve_commit_rollback():
     shared.check()
 
 
-def test_who_takes_every_page_evicts_everything_kept():
+def test_taking_every_page_evicts_everything_kept():
     shared = index()
     held, table = filled(shared, ints(1, 2)), filled(shared, ints(1, 2, 3, 4))
     (shorter, entry) = table.chain

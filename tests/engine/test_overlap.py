@@ -59,7 +59,7 @@ def test_guesses_from_the_text_are_looked_at_first_but_plain_steps_are_not():
 
 
 @pytest.mark.parametrize("name", ["ngram", "erratic"])
-def test_where_the_host_has_a_say_the_next_step_begins_before_the_news_are_told(name):
+def test_where_the_host_decides_the_next_step_begins_before_the_report(name):
     """Draft tokens from the text; log-probabilities that the toy's device does not report."""
     engine, toy = overlapped(name)
     changes = {} if name == "ngram" else {"logprobs": 1}
@@ -84,7 +84,7 @@ def test_where_the_host_has_a_say_the_next_step_begins_before_the_news_are_told(
 
 
 @pytest.mark.parametrize("name", ["ngram", "none"])
-def test_what_a_stop_string_ends_runs_once_more_and_nobody_hears_of_it(name):
+def test_what_a_stop_string_ends_runs_once_more_unreported(name):
     most = 4 if name == "ngram" else 0
     engine, _ = overlapped(name, nodes=most, depth=most)
     whole = reference(ask("a", "ab", 40))[1]
@@ -239,7 +239,7 @@ class Counting(FixedPolicy):
 @pytest.mark.parametrize(
     ("name", "features"), [("oracle", True), ("oracle", False), ("ngram", False)]
 )
-def test_a_policy_is_asked_once_for_most_steps(name, features):
+def test_a_policy_decides_once_for_most_steps(name, features):
     """A plan that cannot be carried is thrown away, and its budget with it: rarely."""
     toy, policy = CarryingToy(limits()), Counting()
     engine = make(name, executor=toy, overlap=True, policy=policy)
@@ -252,7 +252,7 @@ def test_a_policy_is_asked_once_for_most_steps(name, features):
     assert (stats.carried > stats.steps / 2) == (not features)
 
 
-def test_who_looks_now_and_then_does():
+def test_occasional_lookups_are_served():
     """A plan with draft tokens from the text is thrown away before its begin, and made anew: they
     come a step later.
     """

@@ -48,7 +48,7 @@ def test_both_ways_tell_the_same(monkeypatch, name, overlap):
     assert sorted(quick, key=key) == sorted(slow, key=key)
 
 
-def test_most_rows_of_a_long_answer_are_told_as_they_are(monkeypatch):
+def test_most_rows_of_a_long_answer_are_reported_in_bulk(monkeypatch):
     engine, one_by_one = make("none", context=400, pages=400), []
     settle = engine._core.outputs._emit_row
     monkeypatch.setattr(

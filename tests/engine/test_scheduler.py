@@ -106,7 +106,7 @@ def test_guesses_leave_prefill_half_of_the_rest():
     assert [len(tokens) for tokens in plan.known] == [1, 4]
 
 
-def test_nobody_overtakes_a_large_one_that_waits_for_memory():
+def test_a_large_one_that_waits_for_memory_is_not_overtaken():
     world = World(pages=8, page_size=2, max_nodes=16)
     world.add(prompt_len=8, max_tokens=6)
     world.add(prompt_len=10, max_tokens=2)

@@ -54,12 +54,12 @@ def test_what_the_hub_says_ends_serve_before_it_listens(monkeypatch, capsys, kin
 
 
 @pytest.mark.parametrize("error", [None, httpx.ConnectError("down"), OSError("off")])
-def test_who_does_not_say_no_is_asked_while_loading(monkeypatch, error):
+def test_a_hub_without_an_answer_does_not_stop_loading(monkeypatch, error):
     answering(monkeypatch, error)
     huggingface.check("some/thing")
 
 
-def test_what_is_here_is_not_asked_for(monkeypatch, tmp_path):
+def test_what_is_here_is_not_fetched(monkeypatch, tmp_path):
     calls = answering(monkeypatch, refused(RepositoryNotFoundError))
     here = huggingface.CachedModel("some/thing", 1, tmp_path)
     monkeypatch.setattr(huggingface, "cached", lambda: [here])
@@ -69,7 +69,7 @@ def test_what_is_here_is_not_asked_for(monkeypatch, tmp_path):
         huggingface.check("other/thing")
 
 
-def test_a_hub_that_says_nothing_is_not_asked_for_minutes(monkeypatch, tmp_path):
+def test_a_silent_hub_is_not_queried_for_minutes(monkeypatch, tmp_path):
     """It takes connections. Another attempt or two would take longer than the test may."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         host, port = silent.getsockname()

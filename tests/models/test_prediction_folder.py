@@ -100,7 +100,7 @@ def config(target, folder, method, executor="torch", **changes):
 
 
 @pytest.mark.parametrize("method", spread(["AUTO", "EAGLE", "NEXTN+NGRAM", "NEXTN"], 2))
-def test_who_asks_for_it_gets_nextn(target, folder, method):
+def test_nextn_is_used_by_its_name(target, folder, method):
     with closing(open_target(config(target, folder, method))) as opened:
         lookup = method in ("AUTO", "NEXTN+NGRAM")
         assert opened.config.speculative_algorithm == "NEXTN" + "+NGRAM" * lookup
@@ -108,6 +108,6 @@ def test_who_asks_for_it_gets_nextn(target, folder, method):
 
 
 @pytest.mark.parametrize("method", ["EAGLE3", "EAGLE+NGRAM", "DFLASH", "NAIVE"])
-def test_who_asks_for_another_kind_is_told(target, folder, method):
+def test_another_kind_is_refused_in_words(target, folder, method):
     with pytest.raises(ConfigError, match="holds prediction layers; use NEXTN"):
         open_draft_file(config(target, folder, method), folder, target)

@@ -177,6 +177,6 @@ def test_a_shared_expert_that_cannot_be_cut_may_be_whole(checkpoint, tmp_path):
     check_divides(arch, TensorParallel(0, 2, 2, True))
 
 
-def test_a_model_without_experts_is_told_so():
+def test_expert_options_without_experts_are_refused():
     with pytest.raises(ConfigError, match="ep-size is 2, but this model has no experts; leave it"):
         check_divides(SHAPES["llama-3.1-8b"], TensorParallel(0, 2, 2))

@@ -175,7 +175,7 @@ class LossyGroup:
         return NeverDone()
 
 
-def test_what_nobody_will_get_is_not_waited_for(served, monkeypatch):
+def test_results_without_a_receiver_are_not_waited_for(served, monkeypatch):
     """Rank 1 has what it waits for and is at the next sum; rank 0 gets nothing, and no error."""
     target, engine, pid = served
     monkeypatch.setattr(target.executor.shared, "_group", LossyGroup(target.executor.shared._group))
@@ -200,7 +200,7 @@ class StuckGroup:
         assert self.gone.wait(PATIENCE)
 
 
-def test_a_group_whose_end_waits_holds_nobody_up(monkeypatch):
+def test_a_group_whose_end_waits_blocks_nothing(monkeypatch):
     monkeypatch.setattr(group, "END_SECONDS", 0.01)
     gone = threading.Event()
     ranks = group.Group.__new__(group.Group)

@@ -152,7 +152,7 @@ def test_a_tokens_part_may_be_one_longer():
         ("qwen3-32b", 128, "its 64 attention heads"),
     ],
 )
-def test_who_cannot_be_shared_says_by_how_many_it_could(name, size, message):
+def test_a_model_that_cannot_be_shared_says_by_how_many_it_could(name, size, message):
     with pytest.raises(ConfigError, match=f"tp-size is {size}, but {message}"):
         check_divides(SHAPES[name], TensorParallel(0, size))
 

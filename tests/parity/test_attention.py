@@ -230,7 +230,7 @@ POISONED = every(PROGRAMS, ["keys", "values"], [np.nan, np.inf, -np.inf])
         None,
     ),
 )
-def test_a_poisoned_guess_spoils_who_sees_it_and_nobody_else(program, field, poison):
+def test_a_poisoned_guess_spoils_its_descendants_alone(program, field, poison):
     trees = batch(
         [np.zeros(3, np.int32), np.zeros(1, np.int32)],
         [as_draft([1, 2, 3, 4], [-1, -1, 0, 2]), as_draft([], [])],
@@ -491,7 +491,7 @@ def test_values_that_are_the_keys_first_numbers(heads, rank, rope, parts):
         np.testing.assert_allclose(actual, expected, atol=5e-6)
 
 
-def test_what_is_not_finite_in_a_latent_stays_with_who_sees_it():
+def test_what_is_not_finite_in_a_latent_stays_with_its_descendants():
     draft = as_draft([5, 6], [-1, -1])
     trees = batch([np.zeros(1, np.int32)], [draft])
     pages = Pages([40], trees, 4, 1, 16, 3, kept=CacheLayer(1, 24, 16))

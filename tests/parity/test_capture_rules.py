@@ -35,7 +35,7 @@ def captured(programs, *sizes):
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_what_outlives_its_graphs_is_in_nobodys_way(keeps):
+def test_what_outlives_its_graphs_overlaps_nothing(keeps):
     """A tensor of the program, or a workspace that a product in a capture took."""
     work = Work(keeps)
     programs = CapturedPrograms(work, Tape())

@@ -284,7 +284,7 @@ def test_the_executors_text_is_the_references(executor, monkeypatch):
 
 
 @pytest.mark.parametrize("extra", [{}, {"top_p": 0.9}, {"logprobs": 1}])
-def test_logits_cross_to_the_host_only_when_asked_for(executor, monkeypatch, extra):
+def test_logits_cross_to_the_host_only_when_needed(executor, monkeypatch, extra):
     copied = []
     original = torch.Tensor.cpu
 

@@ -223,7 +223,7 @@ def test_requests_that_come_and_go(devices, learned, device, shape, pause):
 @SLOW
 @pytest.mark.parametrize("device", ["jax", "jax, chains"])
 @pytest.mark.parametrize(("kind", "carried"), [(1, False), (2, True), (3, False), (5, True)])
-def test_who_is_carried_on_xla(devices, learned, device, kind, carried):
+def test_rows_that_are_carried_on_xla(devices, learned, device, kind, carried):
     target, shape = devices(device).target, ON_XLA if device == "jax" else CHAIN
     requests = wanted([learned[1][0][:12]], 9, 0.8, **KINDS[kind])
     texts, stats = answered(target, requests, overlap=True, **shape)

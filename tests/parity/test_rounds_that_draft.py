@@ -451,7 +451,7 @@ def test_a_lookup_beside_the_head(targets, noted, learned):
     assert few < many / 3
 
 
-def test_without_captured_rounds_every_pass_is_asked_for(folder, learned, noted, targets):
+def test_without_captured_rounds_every_pass_is_run(folder, learned, noted, targets):
     requests = wanted(learned[1][:3, :12], 20)
     eager = targets("EAGLE")[1]
     target = taped(folder, learned[0], disable_cuda_graph=True, **MOST)

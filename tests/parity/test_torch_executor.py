@@ -36,7 +36,7 @@ def test_log_probabilities_are_reported(executor, prompt):
     assert len(result.outcome.prompt_logprobs[0]) == 29
 
 
-def test_only_asked_nodes_are_scored(executor, prompt):
+def test_only_wanted_nodes_are_scored(executor, prompt):
     with Driver(executor) as driver:
         driver.open(0, prompt, Sampling(temperature=0.0))
         assert driver.step([Row(0, known=20)]).round.logits.shape == (0, tiny.VOCAB)

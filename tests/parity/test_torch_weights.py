@@ -135,7 +135,7 @@ def test_a_file_is_held_once_and_not_twice(kind, device, tmp_path, monkeypatch):
         assert held.most - whole < 1 << 20, "what is on the device, and pieces on their way to it"
 
 
-def test_what_is_not_finite_is_refused_where_that_is_asked(tmp_path):
+def test_what_is_not_finite_is_refused_with_the_option(tmp_path):
     hf = tiny.model("llama")
     with torch.no_grad():
         hf.model.layers[1].mlp.up_proj.weight[3, 5] = torch.nan

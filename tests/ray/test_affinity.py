@@ -45,7 +45,7 @@ def test_later_turns_begin_as_earlier_ones_did():
         ({}, {"tools": [{"type": "function"}]}),
     ],
 )
-def test_who_may_not_share_a_cache_shares_no_block(headers, more):
+def test_tenants_apart_share_no_block(headers, more):
     message = user("a" * 600)
     mine, theirs = affinity_of({}, body(message)), affinity_of(headers, body(message, **more))
     assert not set(mine.blocks) & set(theirs.blocks)
@@ -101,7 +101,7 @@ def test_a_busy_replica_sends_others_on_to_the_least_loaded():
     assert router.order(affinity, loads(16, 9, 4))[-1] == "r0"
 
 
-def test_what_is_cached_is_weighed_against_who_waits():
+def test_what_is_cached_is_weighed_against_waiting_requests():
     """Seven blocks are worth one request more at a weight of 4, and not two."""
     router, affinity = PrefixAffinity(overload=9, weight=4), Affinity(tuple(range(7)), 1)
     router.sent(affinity, "r0")
@@ -171,7 +171,7 @@ def test_memory_is_bounded():
     assert router.cached([90], loads(0))["r0"] == 1
 
 
-def test_a_stored_answer_is_asked_for_where_it_is():
+def test_a_stored_answer_is_fetched_where_it_is():
     affinity = Affinity((1, 2), conversation=3, replica="r2")
     assert PrefixAffinity().order(affinity, loads(0, 0, 90))[0] == "r2"
     assert PrefixAffinity().order(affinity, loads(0, 0))[0] in ("r0", "r1")

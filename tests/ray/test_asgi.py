@@ -43,7 +43,7 @@ def test_an_answer_is_a_head_and_a_body():
     assert not body
 
 
-def test_a_stream_comes_piece_by_piece_and_is_told_that_nobody_listens():
+def test_a_stream_comes_piece_by_piece_and_stops_without_a_client():
     ended = []
 
     heard = asyncio.Event()
@@ -75,7 +75,7 @@ def test_a_stream_comes_piece_by_piece_and_is_told_that_nobody_listens():
     assert ended == [True]
 
 
-def test_pieces_that_nobody_took_yet_are_taken_as_one():
+def test_waiting_pieces_are_taken_as_one():
     """Every message costs a hop of its own through Ray."""
 
     async def at_once():

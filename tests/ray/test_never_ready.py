@@ -77,7 +77,7 @@ def begun(tmp_path):
 NAME = r"replica \w+ \(process \d+\)"
 
 
-def test_who_is_there_serves_and_the_others_are_named(begun, tmp_path):
+def test_ready_replicas_serve_and_the_others_are_named(begun, tmp_path):
     served = begun(10, "well", "fails", "hangs", "dies", "well")
     with httpx.Client(base_url=served.url(), timeout=PATIENCE) as client:
 
@@ -117,7 +117,7 @@ def served_root(client):
         ("dies", r"no replica could begin: A replica's process died"),
     ],
 )
-def test_where_nobody_is_ready_the_command_ends(begun, how, says):
+def test_without_a_ready_replica_the_command_ends(begun, how, says):
     served = begun(5, how)
     served.says(says)
     assert served.process.wait(PATIENCE) == 5

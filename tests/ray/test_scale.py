@@ -41,7 +41,7 @@ def test_numbers_that_cannot_be_are_refused(words):
         ({"gpus": 1, "tp-size": 2}, "device is cuda, but gpus is 1: .*; set gpus=2"),
     ],
 )
-def test_gpus_that_nobody_reserves(words, says):
+def test_gpus_that_are_not_reserved(words, says):
     """Half a GPU is one that replicas share."""
     with pytest.raises(ConfigError, match=says):
         read({"model": "smollm2-135m", "device": "cuda"} | words)

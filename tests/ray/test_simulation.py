@@ -39,7 +39,7 @@ def test_a_prefix_is_found_where_it_was_sent():
     assert cached["prefix"] > 1.3 * max(cached["round robin"], cached["least load"])
 
 
-def test_who_stands_still_is_sent_no_more_than_the_bound():
+def test_a_stalled_replica_gets_no_more_than_the_bound():
     """Round robin sends it its share until it is ended; the others see that it has enough."""
     case = replace(CASE, seconds=24.0, trouble=Trouble(still=0.1))
 

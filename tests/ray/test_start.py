@@ -58,6 +58,6 @@ def test_each_replica_takes_its_gpus(monkeypatch):
     assert (config.device, each) == ("cuda", 2)
 
 
-def test_a_process_that_died_is_told_so():
+def test_a_process_that_died_is_reported():
     said = "A replica failed to start with exception. Retrying. Error:\nActorDiedError()"
     assert local.fault(said).startswith("A replica's process died while it loaded its model")

@@ -83,7 +83,7 @@ def talk(talking, patience=1000.0, idle=1000, app=app):
     return asyncio.run(one())
 
 
-def test_who_connects_and_asks_later_is_answered():
+def test_a_request_long_after_the_connection_is_answered():
     """Though a head may take no time at all."""
 
     async def late(reader, writer):
@@ -93,7 +93,7 @@ def test_who_connects_and_asks_later_is_answered():
     assert talk(late, 0.0, 1000).startswith(b"HTTP/1.1 200")
 
 
-def test_who_begins_a_head_has_to_end_it():
+def test_a_begun_head_has_to_end():
     async def begun(reader, writer):
         writer.write(b"GET / HTTP/1.1\r\n")
         return await reader.read()
@@ -101,7 +101,7 @@ def test_who_begins_a_head_has_to_end_it():
     assert talk(begun, 0.0, 1000) == b""
 
 
-def test_who_never_asks_is_let_go():
+def test_a_client_without_a_request_is_dropped():
     async def silent(reader, writer):
         return reader.at_eof()
 

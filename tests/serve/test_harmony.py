@@ -111,7 +111,7 @@ def test_free_text_beside_tools_has_the_formats_own_marks(compiler):
     assert heard(made, TWO) == ("", "", ["look_up"], '{"x": 2}')
 
 
-def test_a_call_that_is_asked_for_comes_after_thoughts_only(compiler):
+def test_a_required_call_comes_after_thoughts_only(compiler):
     made = generation(tools=[TOOL], tool_choice="required")
     assert taken(compiler, made, f"{ANALYSIS}Hm.{NEXT}{ONE}") and taken(compiler, made, TWO)
     for text in (f"{ANALYSIS}Hm.", f"{FINAL}four", f"{ANALYSIS}Hm.{NEXT}{FINAL}four"):

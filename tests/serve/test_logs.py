@@ -120,7 +120,7 @@ def test_what_is_said_of_flags_is_in_the_log_once(logged, capsys):
     assert len(lines()) == 1
 
 
-def test_who_polls_a_server_that_loads_fills_no_log(logged):
+def test_polls_of_a_server_that_loads_fill_no_log(logged):
     """Such lines filled the pipe of a parent that did not read them, and the server then stood."""
     lines = logged("info", "text")
     app = RequestMiddleware(Response(status_code=503), (), AllowedHosts("localhost", ()), 60)

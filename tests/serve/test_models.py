@@ -218,7 +218,7 @@ def test_one_models_failure_is_its_own(shelf, client):
     assert shelf.loads == ["a", "b", "b", "b"]
 
 
-def test_who_names_no_model_gets_none_that_failed(shelf, client):
+def test_requests_without_a_model_get_none_that_failed(shelf, client):
     shelf.broken.add("b")
     shelf.now = 5.0
     assert ask(client, "b").status_code == 503

@@ -12,7 +12,7 @@ from forerun.serve.openapi import BODIES, document
 from tests.worlds.toy_app import toy_client
 
 
-def test_every_route_is_told():
+def test_every_route_is_documented():
     with toy_client() as client:
         schema = client.get("/openapi.json").json()
     assert schema == document(HONOURED)
@@ -24,7 +24,7 @@ def test_every_route_is_told():
     assert posts == BODIES.keys()
 
 
-def test_what_is_asked_without_a_body_answers_in_the_type_that_is_told():
+def test_routes_without_a_body_answer_in_their_documented_type():
     """Every route that takes neither a body nor a name: its 200 has a type of the document's, and
     an answer without one is empty.
     """
@@ -47,7 +47,7 @@ NOT_NULL = {"not": {"type": "null"}}
 
 
 @pytest.mark.parametrize("kind", BODIES.values(), ids=BODIES)
-def test_a_body_forbids_what_nobody_declared_and_needs_what_is_needed(kind):
+def test_a_body_forbids_undeclared_fields_and_needs_required_ones(kind):
     schema = body_schema(kind)
     assert schema["additionalProperties"] == {"type": "null"}
     for name in schema.get("required", ()):

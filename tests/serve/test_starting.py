@@ -70,7 +70,7 @@ def test_what_has_to_be_fetched_is_left_to_the_engine(monkeypatch):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_tokenizer_that_nobody_wants_is_closed(monkeypatch, fails):
+def test_an_unused_tokenizer_is_closed(monkeypatch, fails):
     async def run():
         chat, may = Chat(), threading.Event()
         loop = asyncio.get_running_loop()
@@ -119,7 +119,7 @@ def test_what_is_here(tmp_path, monkeypatch):
         (("waiting for another process", 0, 0), "loading (waiting for another process)."),
     ],
 )
-def test_who_asks_while_a_model_loads_hears_how_far_it_is(monkeypatch, words, said):
+def test_requests_while_a_model_loads_get_its_progress(monkeypatch, words, said):
     async def run():
         event = asyncio.Event()
 

@@ -35,7 +35,7 @@ NOTHING = {
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_nothing_asked_is_never_refused(client, path):
+def test_fields_that_request_nothing_are_never_refused(client, path):
     assert text(ask(client, path, **NOTHING)) == text(ask(client, path))
 
 

@@ -220,7 +220,7 @@ def test_answers_with_many_log_probabilities_are_made_beside_the_event_loop(
 
 
 @pytest.mark.parametrize("size", [1, LARGE + 1, HUGE + 1])
-def test_work_that_waits_when_the_server_ends_is_told(size):
+def test_work_that_waits_when_the_server_ends_gets_an_error(size):
     """Not cancelled, which would be an answer of 500; neither is what comes afterwards."""
 
     async def run():

@@ -148,7 +148,7 @@ def test_plain_knows_every_parameter(parameters):
     assert not Sampling(**parameters).temperature_only
 
 
-def test_what_is_not_asked_is_off():
+def test_options_are_off_by_default():
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "min_tokens": 0}
     penalties = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
     assert Sampling() == Sampling(temperature=1.0, **off, **penalties)

@@ -145,7 +145,7 @@ def test_stop_inside_one_token():
     assert (piece.text, piece.stopped) == (text[: text.find(text[2:4])], text[2:4])
 
 
-def test_special_tokens_leave_text_only_where_asked():
+def test_special_tokens_leave_text_only_with_the_option():
     ids = [97, 257, 98]
     assert streamed(BYTES, ids) == ("ab", None)
     assert streamed(BYTES, ids, (), False, False) == ("a<|im_end|>b", None)

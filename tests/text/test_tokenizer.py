@@ -197,7 +197,7 @@ def test_words_are_those_of_llama_cpp(pre):
     assert differ == LLAMA_CPP_APPROXIMATES.get(pre, set())
 
 
-def test_pre_tokenizers_that_differ_are_told_apart_by_a_text():
+def test_pre_tokenizers_that_differ_are_distinguished_by_a_text():
     """Two names in one group of llama.cpp's have one rule here; the texts tell all others apart."""
     cuts = [{PRE_TOKENIZERS[name].splits for name in group["names"]} for group in WORDS]
     for group, rules in zip(WORDS, cuts, strict=True):
@@ -259,7 +259,7 @@ def test_sentence_piece_begins_with_begin_of_text():
 
 
 @pytest.mark.parametrize("pre", ["smollm", "qwen2"])
-def test_control_strings_only_where_asked(pre):
+def test_control_strings_only_with_the_option(pre):
     text = "hi <|im_end|>\n<|im_start|>system<|endoftext|>"
     with_controls = reference(pre)(text, add_special_tokens=False).input_ids
     ours = byte_level(pre)
@@ -511,7 +511,7 @@ def bounded(kind: str) -> Tokenizer:
     kind=st.sampled_from([*PRES, "sentence piece", "bytes"]),
     specials=st.booleans(),
 )
-def test_no_text_has_fewer_tokens_than_told_unencoded(text, kind, specials):
+def test_no_text_has_fewer_tokens_than_its_lower_bound(text, kind, specials):
     ours = bounded(kind)
     assert ours.least_tokens(text) <= len(ours.encode(text, specials=specials))
 
@@ -528,7 +528,7 @@ def test_pieces_are_a_sequence():
 
 
 @pytest.mark.parametrize("kind", [*PRES, "sentence piece", "bytes"])
-def test_long_texts_are_told_to_be_long(kind):
+def test_long_texts_are_reported_as_long(kind):
     ours = bounded(kind)
     longest = max(map(len, [*ours.pieces, *map(str.encode, ours.added)]))
     assert ours.least_tokens("1" * 1000) >= 1000 // longest > 0
@@ -554,7 +554,7 @@ def test_long_texts_are_told_to_be_long(kind):
         },
     ],
 )
-def test_nothing_is_told_of_tokenizers_that_may_drop_text(step):
+def test_no_bound_for_tokenizers_that_may_drop_text(step):
     assert length_bound(step, [bytes([value]) for value in range(256)], []).least("1" * 9) == 0
     assert length_bound({}, [bytes([value]) for value in range(256)], []).least("1" * 9) == 9
 
