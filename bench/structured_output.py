@@ -117,10 +117,6 @@ def _named(schema: Any, dialect: str) -> Any:
     return {"$schema": dialect, **schema} if isinstance(schema, dict) else schema
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 def suite(data: Path) -> None:
     """One line per keyword file and kind of grammar."""
     table: dict[str, Counter[str]] = {}

@@ -317,6 +317,7 @@ def test_what_a_table_starts_with_may_be_shortened():
     with pytest.raises(AssertionError):
         table.shorten(3)
     table.shorten(6)
+    assert len(table.chain) == 3
     table.check()
     table.shorten(4)
     table.shorten(6)
