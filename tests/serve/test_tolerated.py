@@ -123,7 +123,7 @@ def test_reasoning_of_an_earlier_answer(client):
 
 
 def test_efforts_that_a_template_knows():
-    def names_in(effort, source):
+    def named(effort, source):
         with toy_loaded() as loaded:
             template = ChatTemplate(source, loaded.tokenizer)
             names = effort_names(read(ChatBody, CHAT | {"reasoning_effort": effort}), template)
@@ -131,20 +131,20 @@ def test_efforts_that_a_template_knows():
             return names
 
     both = "{{ reasoning_effort }}{% if enable_thinking %}{% endif %}"
-    assert names_in("high", "{{ reasoning_effort }}") == {"reasoning_effort": "high"}
-    assert names_in("none", "{{ reasoning_effort }}") == {"reasoning_effort": "none"}
-    assert names_in("high", both) == {"reasoning_effort": "high", "enable_thinking": True}
-    assert names_in("none", both) == {"enable_thinking": False}
+    assert named("high", "{{ reasoning_effort }}") == {"reasoning_effort": "high"}
+    assert named("none", "{{ reasoning_effort }}") == {"reasoning_effort": "none"}
+    assert named("high", both) == {"reasoning_effort": "high", "enable_thinking": True}
+    assert named("none", both) == {"enable_thinking": False}
     # DeepSeek V3.1, Kimi K2.5, Granite 3.3; a field of messages and prose are none.
-    assert names_in("high", "{% if not thinking is defined %}{% endif %}") == {"thinking": True}
-    assert names_in("none", "{%- if thinking is defined and thinking is false -%}{%- endif -%}") == {
+    assert named("high", "{% if not thinking is defined %}{% endif %}") == {"thinking": True}
+    assert named("none", "{%- if thinking is defined and thinking is false -%}{%- endif -%}") == {
         "thinking": False
     }
-    assert names_in("none", "{% if thinking %}{% endif %}") == {"thinking": False}
-    assert names_in("high", "Begin by thinking. {% if m.thinking %}{% endif %}") == {}
-    assert names_in("none", "{% if enable_thinking %}{% endif %}") == {"enable_thinking": False}
-    assert names_in("low", "{% if enable_thinking %}{% endif %}") == {"enable_thinking": True}
-    assert names_in("low", "plain") == {}
+    assert named("none", "{% if thinking %}{% endif %}") == {"thinking": False}
+    assert named("high", "Begin by thinking. {% if m.thinking %}{% endif %}") == {}
+    assert named("none", "{% if enable_thinking %}{% endif %}") == {"enable_thinking": False}
+    assert named("low", "{% if enable_thinking %}{% endif %}") == {"enable_thinking": True}
+    assert named("low", "plain") == {}
 
 
 def test_tokenizer_info(client):
