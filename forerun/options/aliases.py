@@ -46,6 +46,7 @@ _KIMI = dict.fromkeys(("kimi", "kimi_k2"), "kimi")
 _QWEN = dict.fromkeys(("qwen3-coder", "qwen3_coder", "qwen3_xml"), "qwen3-coder")
 _SEED = dict.fromkeys(("seed-oss", "seed_oss"), "seed-oss")
 _MORE = {"mistral": "mistral", "granite": "granite", "phi4_mini_json": "phi4", "lfm2": "lfm2"}
+_MORE |= {"olmo3": "olmo3", "functiongemma": "functiongemma"}
 _MORE |= {"gemma4": "gemma4", "minimax-m2": "minimax-m2", "minimax_m2": "minimax-m2"}
 _MORE |= dict.fromkeys(("deepseekv3", "deepseek_v3"), "deepseek-v3")
 _MORE |= dict.fromkeys(("deepseekv31", "deepseek_v31"), "deepseek-v3.1")

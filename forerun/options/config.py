@@ -510,7 +510,8 @@ class ServeSettings:
             *("qwen3-coder", "seed-oss"),
             *("granite", "phi4", "kimi", "harmony", "lfm2", "gemma4"),
             *("minimax-m2", "deepseek-v3", "deepseek-v3.1", "deepseek-v3.2", "deepseek-v4"),
-            *("gigachat3.1", "gigachat3.5", "minicpm5"),
+            *("gigachat3.1", "gigachat3.5", "minicpm5", "functiongemma"),
+            *("nemotron", "apriel", "olmo3"),
         ),
     )
     reasoning_end: str = option(

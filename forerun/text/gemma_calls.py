@@ -1,5 +1,6 @@
 """Parses Gemma 4's calls: `call:f{key:<|"|>text<|"|>,n:42,o:{...},a:[...]}`. Keys have no quotes,
-strings are between marks without escapes; JSON's strings are accepted too.
+strings are between marks without escapes; JSON's strings are accepted too. FunctionGemma's have
+other marks.
 """
 
 import json
@@ -10,7 +11,9 @@ from forerun.text.reasoning import overlap
 from forerun.text.tagged_calls import DeclaredTypes
 from forerun.text.tool_bodies import NOTHING, Body, Openings, Tools, loads_or
 
-QUOTE, CALL = '<|"|>', "call:"
+QUOTES = ('<|"|>', "<escape>")
+"""Marks before and behind strings: Gemma 4's, FunctionGemma's."""
+CALL = "call:"
 _NAME = re.compile(r"\s*+call:([\w.:-]{1,256})\s*+\{")
 _BEGUN = re.compile(r"call:[\w.:-]*+\s*+")
 _LONGEST_HEAD = 300
@@ -22,10 +25,12 @@ class GemmaCalls(Body):
 
     tools   their argument names are recognised whatever characters they contain
     closer  ends a call; a model may leave it out
+    quote   is before and behind a string
     """
 
-    def __init__(self, tools: Tools, closer: str) -> None:
+    def __init__(self, tools: Tools, closer: str, quote: str) -> None:
         super().__init__(closer)
+        self._quote = quote
         self._declared = DeclaredTypes(tools)
         self._arguments: _Arguments | None = None
         self._ended = False
@@ -41,7 +46,7 @@ class GemmaCalls(Body):
                 begun = len(head) < _LONGEST_HEAD and _BEGUN.fullmatch(head)
                 return text, CALL.startswith(head) or begun is not None
             self._begin(name[1])
-            self._arguments = _Arguments(self._declared.names(name[1]))
+            self._arguments = _Arguments(self._declared.names(name[1]), self._quote)
             text = "{" + text[name.end() :]
         if self._arguments is not None:
             written, text = self._arguments.push(text)
@@ -61,10 +66,12 @@ class _Arguments:
     """Parses one object as it comes.
 
     names  keys that it may have, besides those without a colon or brace
+    quote  is before and behind a string
     ended  whether its last brace was read
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], quote: str) -> None:
+        self._quote = quote
         self._keys = Openings(f"{name}:" for name in names)
         self.ended = False
         self._open: list[str] = []
@@ -85,12 +92,12 @@ class _Arguments:
 
     def _string(self, text: str) -> tuple[str, str] | None:
         """Parse a piece of a string, or its end if the mark has arrived."""
-        at = text.find(QUOTE)
+        at = text.find(self._quote)
         if at < 0:
-            at = len(text) - overlap(text, QUOTE)
+            at = len(text) - overlap(text, self._quote)
             return (_escaped(text[:at]), text[at:]) if at else None
         self._quoted = False
-        return _escaped(text[:at]) + '"', text[at + len(QUOTE) :]
+        return _escaped(text[:at]) + '"', text[at + len(self._quote) :]
 
     def _next(self, text: str) -> tuple[str, str] | None:
         """Parse one sign, key or value without quotes; None: it is not complete."""
@@ -103,10 +110,10 @@ class _Arguments:
         first = text[0]
         if first.isspace() or first in "{}[],:":
             return self._sign(first), text[1:]
-        if text.startswith(QUOTE):
+        if text.startswith(self._quote):
             self._quoted, self._key = True, False
-            return '"', text[len(QUOTE) :]
-        return None if QUOTE.startswith(text) else self._word(text)
+            return '"', text[len(self._quote) :]
+        return None if self._quote.startswith(text) else self._word(text)
 
     def _sign(self, sign: str) -> str:
         """Return the JSON of a sign between keys and values; "" for white space."""

@@ -28,14 +28,18 @@ Coder does: an answer, or a fence in it, that begins with an offered function's 
     gigachat3.5  the same, called GCML                                          GigaChat 3.5
     minicpm5     <function name="f"><param name="k">v</param></function>             MiniCPM5
     gemma4   <|tool_call>call:f{k:<|"|>v<|"|>,n:1}<tool_call|>                   Gemma 4
+    functiongemma  the same in <start_function_call>, <escape>, <end_function_call>
+    nemotron <TOOLCALL>[{"name": "f", "arguments": {...}}, ...]</TOOLCALL>    Nemotron
+    apriel   the same in <tool_calls>                                          Apriel
     lfm2     <|tool_call_start|>[f(k='v', n=1), g()]<|tool_call_end|>   LFM2, LFM2.5
+    olmo3    <function_calls>f(k='v', n=1)\ng()</function_calls>            OLMo 3
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from forerun.text.gemma_calls import QUOTE, GemmaCalls
+from forerun.text.gemma_calls import QUOTES, GemmaCalls
 from forerun.text.harmony import CHANNEL, MARKS, shows_harmony
 from forerun.text.python_calls import PythonCalls
 from forerun.text.reasoning import overlap
@@ -195,8 +199,14 @@ GCML = replace(
     tags=GCML_TAGS,
 )
 MINICPM = ToolFormat("minicpm5", "", "", "", bare='<function name="', tags=MINICPM_TAGS)
-GEMMA = ToolFormat("gemma4", "<|tool_call>", "<tool_call|>", "", quote=QUOTE)
+GEMMA = ToolFormat("gemma4", "<|tool_call>", "<tool_call|>", "", quote=QUOTES[0])
+FUNCTION_GEMMA = ToolFormat(
+    "functiongemma", "<start_function_call>", "<end_function_call>", "", quote=QUOTES[1]
+)
+NEMOTRON = ToolFormat("nemotron", "<TOOLCALL>", "</TOOLCALL>", "arguments", listed=True)
+APRIEL = replace(NEMOTRON, name="apriel", opener="<tool_calls>", closer="</tool_calls>")
 LFM2 = ToolFormat("lfm2", "<|tool_call_start|>", "<|tool_call_end|>", "", listed=True)
+OLMO3 = ToolFormat("olmo3", "<function_calls>", "</function_calls>", "", together=True)
 
 FORMATS = {
     format.name: format
@@ -204,6 +214,7 @@ FORMATS = {
         *(HERMES, LLAMA3, MISTRAL, MISTRAL_ARGS, GLM, QWEN, SEED),
         *(GRANITE, PHI4, KIMI, HARMONY, LFM2, GEMMA, MINIMAX, DSML, MINICPM),
         *(DEEPSEEK3, DEEPSEEK31, DSML4, GCML, GIGACHAT),
+        *(FUNCTION_GEMMA, NEMOTRON, APRIEL, OLMO3),
     )
 }
 
@@ -218,10 +229,14 @@ _SIGNS = (
     (KIMI.opener, KIMI),
     ("[ARGS]", MISTRAL_ARGS),
     ("[TOOL_CALLS]", MISTRAL),
+    (f"{APRIEL.opener}[", APRIEL),
+    (OLMO3.opener, OLMO3),
     ("<tool_call>", HERMES),
     ("<|/tool_call|>", PHI4),
     (GEMMA.opener, GEMMA),
+    (FUNCTION_GEMMA.opener, FUNCTION_GEMMA),
     (GIGACHAT.opener, GIGACHAT),
+    (NEMOTRON.opener, NEMOTRON),
     ("<|tool_call|>", GRANITE),
     (LFM2.opener, LFM2),
     ("<|tool_list_start|>", LFM2),
@@ -275,9 +290,9 @@ class ToolReader:
             self._body = GlmCalls(tools, format.closer)
         elif format.tags is not None:
             self._body = FunctionCalls(tools, format.closer, format.tags)
-        elif format is GEMMA:
-            self._body = GemmaCalls(tools, format.closer)
-        elif format is LFM2:
+        elif format.quote:
+            self._body = GemmaCalls(tools, format.closer, format.quote)
+        elif format in (LFM2, OLMO3):
             self._body = PythonCalls(tools, format.closer)
         elif format is MISTRAL_ARGS:
             self._body = DividedCall()

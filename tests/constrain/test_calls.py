@@ -61,6 +61,8 @@ WRITTEN = {
     "granite": f'<|tool_call|>[{{"name": "weather", "arguments": {ROME}}}]',
     "phi4": f'<|tool_call|>{{"name": "weather", "arguments": {ROME}}}<|/tool_call|>',
     "gigachat3.1": f'<|function_call|>{{"name": "weather", "arguments": {ROME}}}',
+    "nemotron": f'<TOOLCALL>[{{"name": "weather", "arguments": {ROME}}}]</TOOLCALL>',
+    "apriel": f'<tool_calls>[{{"name": "weather", "arguments": {ROME}}}]</tool_calls>',
     "mistral-args": f"[TOOL_CALLS]weather[ARGS]{ROME}",
     "glm": "<tool_call>note\n<arg_key>text</arg_key>\n<arg_value>a < b</arg_value>\n"
     "<arg_key>mood</arg_key>\n<arg_value>sad</arg_value>\n"
@@ -72,6 +74,7 @@ WRITTEN = {
 WRITTEN["lfm2"] = (
     "<|tool_call_start|>[note(text='a < b', mood=\"sad\", at=[1, 2])]<|tool_call_end|>"
 )
+WRITTEN["olmo3"] = "<function_calls>note(text='a < b', mood=\"sad\", at=[1, 2])</function_calls>"
 WRITTEN["seed-oss"] = WRITTEN["qwen3-coder"].replace("tool_call", "seed:tool_call")
 TAGGED = ("glm", "qwen3-coder", "seed-oss")
 WRITTEN["minimax-m2"] = (
@@ -93,11 +96,15 @@ TOGETHER = ("minimax-m2", "deepseek-v3.2", "deepseek-v4", "gigachat3.5")
 WRITTEN["gemma4"] = (
     '<|tool_call>call:note{text:<|"|>a < b<|"|>,mood:<|"|>sad<|"|>,at:[1, 2]}<tool_call|>'
 )
+WRITTEN["functiongemma"] = (
+    "<start_function_call>call:note{text:<escape>a < b<escape>,mood:<escape>sad<escape>,at:[1, 2]}"
+    "<end_function_call>"
+)
 WRITTEN["minicpm5"] = (
     '<function name="note"><param name="text">a < b</param><param name="mood">sad</param>'
     '<param name="at">[1, 2]</param></function>'
 )
-NOTED = (*TAGGED, *TOGETHER, "lfm2", "gemma4", "minicpm5")
+NOTED = (*TAGGED, *TOGETHER, "lfm2", "olmo3", "gemma4", "functiongemma", "minicpm5")
 CALLED = {name: [("weather", json.loads(ROME))] for name in WRITTEN} | {
     name: [("note", {"text": "a < b", "mood": "sad", "at": [1, 2]})] for name in NOTED
 }
@@ -121,12 +128,20 @@ MORE = {
         )
         for name, between in (("deepseek-v3.1", ""), ("deepseek-v3", "\n"))
     },
+    **{
+        name: WRITTEN[name].partition("]")[0] + ", " + WRITTEN[name].partition("[")[2]
+        for name in ("nemotron", "apriel")
+    },
     "granite": WRITTEN["granite"][:-1] + ", " + WRITTEN["granite"][len("<|tool_call|>[") :],
     **{name: WRITTEN[name] + "\n" + WRITTEN[name] for name in (*TAGGED, "minicpm5")},
 }
+MORE["functiongemma"] = 2 * WRITTEN["functiongemma"].replace("<escape>sad<escape>", '"glad"')
 MORE["gemma4"] = 2 * WRITTEN["gemma4"].replace('<|"|>sad<|"|>', '"glad"')
 MORE["lfm2"] = WRITTEN["lfm2"].replace(
     ")]", '), weather(city="Oslo"), note(text="\\"\\u00e9", mood=\'glad\')]'
+)
+MORE["olmo3"] = WRITTEN["olmo3"].replace(
+    "</", '\nweather(city="Oslo")\nnote(text="\\"\\u00e9", mood=\'glad\')\n</'
 )
 MORE["mistral"] = WRITTEN["mistral"][:-1] + ", " + WRITTEN["mistral"][len("[TOOL_CALLS] [") :]
 for _name in TOGETHER:

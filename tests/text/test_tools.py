@@ -14,6 +14,7 @@ from forerun.text.tools import (
     DSML,
     DSML4,
     FORMATS,
+    FUNCTION_GEMMA,
     GCML,
     GEMMA,
     GIGACHAT,
@@ -27,6 +28,8 @@ from forerun.text.tools import (
     MINIMAX,
     MISTRAL,
     MISTRAL_ARGS,
+    NEMOTRON,
+    OLMO3,
     PHI4,
     QWEN,
     SEED,
@@ -323,6 +326,26 @@ VECTORS = [
         [["weather", OSLO], ["now", "{}"]],
     ),
     (
+        FUNCTION_GEMMA,
+        '<start_function_call>call:weather{city:<escape>Os, "lo"<escape>,days:3}'
+        "<end_function_call><start_function_call>call:now{}<end_function_call>",
+        "",
+        [["weather", '{"city": "Os, \\"lo\\"", "days": 3}'], ["now", "{}"]],
+    ),
+    (
+        OLMO3,
+        "Hm.\n<function_calls>\nweather(city=\"Os, 'lo'\", days=3)\nnow()\n</function_calls>",
+        "Hm.",
+        [["weather", '{"city": "Os, \'lo\'", "days": 3}'], ["now", "{}"]],
+    ),
+    (
+        NEMOTRON,
+        f'Hm. <TOOLCALL>[{{"name": "weather", "arguments": {OSLO}}}, '
+        '{"name": "now", "arguments": {}}]</TOOLCALL>\n',
+        "Hm.",
+        [["weather", OSLO], ["now", "{}"]],
+    ),
+    (
         GIGACHAT,
         f'Sure. <|function_call|>{{"name": "weather", "arguments": {OSLO}}}',
         "Sure.",
@@ -445,6 +468,10 @@ def test_the_template_shows_the_format(name):
         "deepseek-v3.1": "{% for tool in tools %}{{ '<｜tool▁calls▁begin｜>' }}"
         "{{ '<｜tool▁call▁begin｜>' + c.function.name + '<｜tool▁sep｜>' }}{% endfor %}",
         "deepseek-v4": "{%- set dsml = '\uff5cDSML\uff5c' -%}{{- '<' + dsml + 'tool_calls>\\n' -}}",
+        "functiongemma": "{{- '<start_function_call>call:' + function['name'] + '{' -}}",
+        "olmo3": "Output any function calls within <function_calls></function_calls> XML tags.",
+        "nemotron": "{{- '<TOOLCALL>[' -}}{%- for call in message.tool_calls -%}",
+        "apriel": 'within <tool_call></tool_call> XML tags.\n<tool_calls>[{"name": <name-1>}]',
         "gigachat3.1": "{{- '<|function_call|>' + call | tojson -}}",
         "gigachat3.5": "{{- '<\uff5cGCML\uff5ctool_calls>\\n' -}}",
         "minicpm5": """{{- '<function name="' ~ tool_call.name ~ '">' }}""",

@@ -18,6 +18,7 @@ from forerun.text.harmony import END, START
 from forerun.text.tools import (
     CLOSE_FENCE,
     FORMATS,
+    FUNCTION_GEMMA,
     GEMMA,
     GIGACHAT,
     GLM,
@@ -27,6 +28,7 @@ from forerun.text.tools import (
     LFM2,
     LLAMA3,
     MISTRAL_ARGS,
+    OLMO3,
     OPEN_FENCE,
     PHI4,
     ToolFormat,
@@ -168,13 +170,19 @@ def _around(
 ) -> list[str]:
     """Return the rules from `start` down to the calls of functions with these names."""
     opener = calling.mark(format.begin)
-    between = {LLAMA3: '"; "', **dict.fromkeys((MISTRAL_ARGS, PHI4, GEMMA, GIGACHAT), opener)}
+    between = {
+        LLAMA3: '"; "',
+        **dict.fromkeys((MISTRAL_ARGS, PHI4, GEMMA, FUNCTION_GEMMA, GIGACHAT), opener),
+    }
     again = '", "' if format.listed else between.get(format, f'"\\n" {opener}')
-    again = '"\\n"' if format.fenced else "" if format.together else again
+    apart = format.fenced or format is OLMO3
+    again = '"\\n"' if apart else "" if format.together else again
     calls = f"call ({again} call)*" if calling.several else "call"
     if format.listed:
         calls = f'{opener} " "? "[" {calls} "]"'
-        calls += f" {calling.mark(format.closer)}" if format is LFM2 else ""
+        calls += f" {calling.mark(format.closer)}" if format.closer != "]" else ""
+    elif format is OLMO3:
+        calls = f'{opener} "\\n"? {calls} "\\n"? {calling.mark(format.closer)}'
     elif format.together:
         line = "" if format.each[0] else '"\\n"'
         calls = f"{opener} {line} {calls} {calling.mark(format.closer)}"
@@ -314,10 +322,10 @@ def _unmarked(format: ToolFormat, calling: Calling, names: Sequence[str]) -> lis
 
 def _call(format: ToolFormat, calling: Calling, index: int, tool: Signature) -> list[str]:
     """Return the rules of one call, from the end of the opener to its closer."""
-    if format is LFM2:
+    if format in (LFM2, OLMO3):
         written = f"arguments_{index}: {_tag_texts(format, tool.arguments)}"
         return [f'call_{index}: {literal(f"{tool.name}(")} arguments_{index} ")"', written]
-    if format is GEMMA:
+    if format.quote:
         quote = calling.mark(format.quote)
         written = f"arguments_{index}: {_tag_texts(format, tool.arguments, quote)}"
         head, end = literal(f"call:{tool.name}{{"), f'"}}" {calling.mark(format.closer)}'

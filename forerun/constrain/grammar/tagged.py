@@ -15,8 +15,8 @@ from forerun.constrain.schema.patterns import MAX_STEPS, matching
 from forerun.constrain.schema.rewrite import rewritten
 from forerun.constrain.schema.strings import RAW_FORMATS, other_than
 from forerun.errors import RequestError
-from forerun.text.gemma_calls import QUOTE
-from forerun.text.tools import GEMMA, GLM, LFM2, ToolFormat
+from forerun.text.gemma_calls import QUOTES
+from forerun.text.tools import GLM, LFM2, OLMO3, ToolFormat
 
 _ANY = r"/(.|\n)*/"
 _STRING = frozenset(
@@ -57,7 +57,9 @@ def tags_of(format: ToolFormat) -> Tags | None:
         line, end = "\n" * format.tags.on_lines, format.tags.parameter_end
         behind = "\n" if format.opener else ""
         return Tags(f"{format.tags.parameter}{line}", f"{line}{end}", end, behind=behind)
-    return {GLM: GLM_TAGS, LFM2: PYTHON_TAGS, GEMMA: GEMMA_TAGS}.get(format)
+    if format.quote:
+        return GEMMA_TAGS
+    return {GLM: GLM_TAGS, LFM2: PYTHON_TAGS, OLMO3: PYTHON_TAGS}.get(format)
 
 
 @dataclass(slots=True)
@@ -228,8 +230,9 @@ class _Writer:
         words = values_of(schema)
         mark = self._quote
         if words is not None:
-            apart = (word for word in words if isinstance(word, str) and QUOTE not in word)
-            return [f"{mark} {self._literal(word)} {mark}" for word in apart if word]
+            apart = (word for word in words if isinstance(word, str) and word)
+            apart = (word for word in apart if not any(quote in word for quote in QUOTES))
+            return [f"{mark} {self._literal(word)} {mark}" for word in apart]
         if mark.startswith("<["):  # A control token is no text.
             self._out.rules.append(f"{name}_raw: {name.upper()}_RAW?")
             self._out.rules.append(f"{name.upper()}_RAW: {_ANY}")
