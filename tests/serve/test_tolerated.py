@@ -142,6 +142,14 @@ def test_efforts_that_a_template_knows():
     }
     assert named("none", "{% if thinking %}{% endif %}") == {"thinking": False}
     assert named("high", "Begin by thinking. {% if m.thinking %}{% endif %}") == {}
+    assert named("none", "{% set enable_thinking = enable_thinking | default(true) %}") == {
+        "enable_thinking": False
+    }
+    # Nemotron: only a word in the system message switches it.
+    own = "{% set enable_thinking = true %}{% if not enable_thinking %}<think></think>{% endif %}"
+    assert named("none", own) == {}
+    ours = "{% set ns = namespace(enable_thinking=true) %}{% if ns.enable_thinking %}{% endif %}"
+    assert named("none", ours) == {}
     assert named("none", "{% if enable_thinking %}{% endif %}") == {"enable_thinking": False}
     assert named("low", "{% if enable_thinking %}{% endif %}") == {"enable_thinking": True}
     assert named("low", "plain") == {}

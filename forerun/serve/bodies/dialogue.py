@@ -36,8 +36,12 @@ from forerun.text.tokenizer import Tokenizer
 from forerun.text.tools import FORMATS, HARMONY, ToolFormat, ToolReader
 from forerun.types import Ints
 
-_SWITCHES = re.compile(r"\benable_thinking\b|(?:(?<=if )|(?<=if not ))thinking\b")
-"""Variables by which chat templates switch reasoning on or off: elsewhere `thinking` is a word."""
+_SWITCHES = re.compile(
+    r"(?<![.\w])enable_thinking\b(?! *=[^=])|(?:(?<=if )|(?<=if not ))thinking\b"
+)
+"""Variables by which chat templates switch reasoning on or off: elsewhere `thinking` is a word. A
+name before `=` or behind a point is the template's own.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,23 +232,34 @@ def _opens(body: ConversationFields) -> bool:
 
 
 def _effort(body: ChatBody) -> str | None:
-    """Return the request's reasoning effort; None = the template's default. That reasoning is
-    switched off holds beside any effort.
+    """Return the request's reasoning effort; None = the template's default. A switch that is off
+    takes precedence over an effort.
     """
-    asked = None if body.reasoning is None else body.reasoning.asked
-    return asked if asked == "none" else body.reasoning_effort or asked
+    effort = None if body.reasoning is None else body.reasoning.requested_effort
+    return effort if effort == "none" else body.reasoning_effort or effort
 
 
 def effort_names(body: ChatBody, template: ChatTemplate) -> dict[str, Any]:
-    """Return the template's variables for `reasoning_effort`; {} if it has none. One that switches
-    reasoning off has not to know the effort "none".
+    """Return the template's variables for `reasoning_effort`; {} if it has none. The effort "none"
+    is only the switch where the template has one.
     """
     effort = _effort(body)
     if effort is None:
         return {}
-    names: dict[str, Any] = dict.fromkeys(_SWITCHES.findall(template.source), effort != "none")
+    found = (
+        one for one in _SWITCHES.findall(template.source) if _reads_value(one, template.source)
+    )
+    names: dict[str, Any] = dict.fromkeys(found, effort != "none")
     grades = "reasoning_effort" in template.source and not (names and effort == "none")
     return names | ({"reasoning_effort": effort} if grades else {})
+
+
+def _reads_value(name: str, template: str) -> bool:
+    """Return whether a template reads a request's value of a variable. A variable that it sets
+    without reading it first is its own (Nemotron).
+    """
+    own = f"set {name} =" in template
+    return not own or re.search(rf"\b{name} (?:is|\|)", template) is not None
 
 
 def budget_name(body: ChatBody, template: str) -> dict[str, Any]:

@@ -50,8 +50,8 @@ class ReasoningOptions(Declaration):
     }
 
     @property
-    def asked(self) -> str | None:
-        """The effort that it asks for; "none" = no reasoning, None = the template's default."""
+    def requested_effort(self) -> str | None:
+        """The requested effort; "none" = no reasoning, None = the template's default."""
         if self.enabled is False:
             return "none"
         return self.effort or ("medium" if self.enabled else None)
