@@ -49,7 +49,8 @@ def test_references_are_counted():
 
 def test_more_pages_than_there_are():
     shared = index(pages=2)
-    assert shared.take(3) is None and free(shared) == 2
+    assert shared.take(3) is None and free(shared) == 2 and shared.held == 0
+    assert shared.take(2) is not None and shared.held == 2
     with pytest.raises(ValueError, match="at least one page"):
         index(pages=0)
 
