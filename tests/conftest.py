@@ -101,6 +101,11 @@ def pytest_runtest_setup(item):
         torch.manual_seed(0)
 
 
+@pytest.fixture
+def random():
+    return import_module("numpy").random.default_rng(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def trusting():
     """Whom HTTP clients trust is read from its file once, not for each of them (30 ms)."""

@@ -1,8 +1,6 @@
 import gc
 import json
 import math
-import subprocess
-import sys
 from dataclasses import fields, replace
 
 import numpy as np
@@ -23,6 +21,7 @@ from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig
 from tests.cli.toys import toy_loaded, toy_target
 from tests.models import tiny
+from tests.worlds.servers import run_program
 
 native = pytest.mark.skipif(bool(cpu.available()), reason="no compiled core on this machine")
 
@@ -116,9 +115,7 @@ def test_a_model_on_this_machine_needs_neither_torch_nor_the_hubs_library():
         "heavy = ('torch', 'transformers', 'huggingface_hub.errors', 'httpx', 'httpx2')\n"
         "print([m for m in heavy if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = run_program(program)
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -160,9 +157,7 @@ def test_the_default_model_is_small_in_memory_and_knows_paris():
         "    print(Path('/proc/self/status').read_text().split('VmRSS:')[1].split()[0])\n"
         "    print(answer.text)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = run_program(program)
     used, text = done.stdout.split("\n", 1)
     assert int(used) < 500_000  # kB
     assert "Paris" in text

@@ -1,6 +1,5 @@
 """An n-gram table of ordinary text: counted beside serving, kept by tokenizer, drafted by."""
 
-import subprocess
 import sys
 import threading
 from contextlib import closing
@@ -20,6 +19,7 @@ from forerun.drafters.native_ngram import CpuNgramDrafter
 from forerun.drafts.ngram_counts import write_table
 from forerun.options.config import EngineConfig
 from forerun.text.tokenizer import Tokenizer
+from tests.worlds.servers import run_program
 
 MODEL = "smollm2-135m"
 WITHOUT_DRAFT = {"model": MODEL, "speculative_draft_model_path": "none", "policy": "fixed"}
@@ -247,7 +247,4 @@ def test_counting_runs_only_while_no_other_process_wants_the_processor():
     """At the lowest priority alone it made the first answers of a server half as fast."""
     program = "import os; from forerun.build import text_table as t; t._stand_back(); "
     program += "print(os.sched_getscheduler(0) == os.SCHED_IDLE, os.nice(0))"
-    said = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert said.stdout.split() == ["True", "19"]
+    assert run_program(program).stdout.split() == ["True", "19"]

@@ -15,6 +15,7 @@ from forerun.cli.main import main
 from forerun.cli.run import ROUNDS
 from forerun.hub import huggingface
 from forerun.hub.catalog import BUILT_IN
+from tests.worlds.servers import run_program
 
 TOY = ["--model", "toy", "--kv-tokens", "8192"]
 FORERUN = [sys.executable, "-m", "forerun.cli"]
@@ -40,9 +41,7 @@ def test_what_needs_torch_says_how_to_install_it(tmp_path):
         ["run", "Hi", "--executor", "torch"],
     ]
     program = f"{WITHOUT_TORCH}print([main(line) for line in {lines}])"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, check=False, text=True, cwd=tmp_path
-    )
+    done = run_program(program, cwd=tmp_path)
     assert done.stdout == "[2, 2, 2]\n" and "Traceback" not in done.stderr
     assert done.stderr.count("pip install 'forerun[torch]'") == 3
     assert done.stderr.count("make tools") == 3
@@ -55,9 +54,7 @@ def test_counting_ngrams_needs_no_torch(tmp_path):
     answers = ["--preset", "table", "--answers", "2", "--answer-tokens", "8", "--held-out", "1"]
     lines = [[*line, "--text", "a.txt"], [*line, "--token-map", "a.txt"], [*line, *answers]]
     program = f"{WITHOUT_TORCH}print([main(line) for line in {lines}])"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, check=False, text=True, cwd=tmp_path
-    )
+    done = run_program(program, cwd=tmp_path)
     assert done.stdout == "[0, 0, 0]\n", done.stderr
     assert "n-gram table is in out/draft" in done.stderr.replace("\n", " ")
 
@@ -315,9 +312,7 @@ def test_help_loads_nothing_heavy_and_little():
         "heavy = ('numpy', 'rich', 'torch', 'httpx', 'starlette');"
         "print([name for name in heavy if name in sys.modules], len(sys.modules))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, check=False, text=True
-    )
+    done = run_program(program)
     heavy, _, count = done.stdout.strip().rpartition(" ")
     assert heavy == "[]" and int(count) < 210
 
@@ -403,8 +398,6 @@ def test_a_command_that_is_killed_by_a_fault_says_what_ran():
         "def main(): os.kill(os.getpid(), signal.SIGBUS)\n"
         "cli.main = main\ncli.console()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
+    done = run_program(program)
     assert done.returncode == -signal.SIGBUS
     assert "Bus error" in done.stderr and "in console" in done.stderr

@@ -1,8 +1,6 @@
 """`from forerun import LLM, AsyncLLM`."""
 
 import asyncio
-import subprocess
-import sys
 from dataclasses import fields
 from inspect import signature
 
@@ -20,6 +18,7 @@ from forerun.errors import EngineError, RequestError
 from forerun.options.config import EngineConfig, ServeSettings
 from forerun.serve.app import create_app
 from forerun.speculative.sampling import Sampling
+from tests.worlds.servers import run_program
 
 CHAT = [{"role": "user", "content": "Hello"}]
 
@@ -42,9 +41,7 @@ def test_typed_options_are_the_real_ones():
 
 def test_the_package_loads_nothing_before_use():
     program = "import sys, forerun; print('numpy' in sys.modules, forerun.LLM.__name__)"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, check=False, text=True
-    )
+    done = run_program(program)
     assert done.stdout.split() == ["False", "LLM"]
     with pytest.raises(AttributeError, match="no attribute 'Llm'"):
         _ = forerun.Llm

@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 
 from forerun.executors.cpu import CpuExecutor, available
@@ -40,8 +39,3 @@ def executor(checkpoint):
 @pytest.fixture(scope="session")
 def default_model():
     return open_model("smollm2-135m")
-
-
-@pytest.fixture
-def random():
-    return np.random.default_rng(0)

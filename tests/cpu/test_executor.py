@@ -1,7 +1,5 @@
 """The executor around the compiled core: limits, refusals, memory, threads, idleness."""
 
-import subprocess
-import sys
 import threading
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -22,7 +20,7 @@ from forerun.options.config import EngineConfig
 from forerun.speculative.sampling import Sampling
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, chain_draft, limits, logits_in_chunks, scored
-from tests.worlds.servers import wait_for
+from tests.worlds.servers import run_program, wait_for
 
 
 def test_what_it_says_of_itself(executor, checkpoint):
@@ -303,9 +301,7 @@ print(lines(start), re.search(r"VmHWM:\\s+(\\d+) kB", status)[1])
 @pytest.mark.model
 def test_the_default_model_is_ready_soon_and_small():
     """Lines of Python that run meanwhile, some 30 for each token of a vocabulary of 49,152."""
-    done = subprocess.run(
-        [sys.executable, "-c", START], capture_output=True, text=True, check=True, timeout=120
-    )
+    done = run_program(START, timeout=120)
     count, kilobytes = map(int, done.stdout.split())
     assert count < 45 * 49_152
     assert kilobytes < 500_000

@@ -12,13 +12,9 @@ from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.noise import gumbel
 from forerun.speculative.sampling import Sampling
 from forerun.speculative.tree import DraftSource, batch
-from tests.engine.toys import GREEDY
+from tests.engine.toys import GREEDY, ints
 
 TEXTS = st.lists(st.integers(0, 3), max_size=40)
-
-
-def ints(*values):
-    return np.array(values, np.int32)
 
 
 def begun(tokens, min_prob=0.0):

@@ -7,10 +7,7 @@ from forerun.cache.prefix import PrefixIndex
 from forerun.cache.table import PageTable
 from forerun.engine import admission
 from forerun.engine.admission import continue_within, partial_match
-
-
-def ints(*values):
-    return np.array(values, np.int32)
+from tests.engine.toys import ints
 
 
 def index(pages=8, size=2):

@@ -15,7 +15,7 @@ from forerun.engine.disk_states import DiskStates
 from forerun.errors import EngineError
 from forerun.executors.toy import ToyExecutor, ToyPages
 from tests.engine.carrying import CarryingToy
-from tests.engine.toys import RecordingSink, ask, finish, limits, make, submit
+from tests.engine.toys import RecordingSink, ask, finish, full_disk, limits, make, submit
 
 LONG = "".join(chr(97 + (7 * i + i // 5) % 26) for i in range(96))
 SIZE = 1 << 20
@@ -190,16 +190,9 @@ def test_a_record_damaged_while_serving(engines, tmp_path, monkeypatch, bytes_be
 
 @pytest.mark.parametrize("failing", [0, 1, 7, 20])
 def test_a_full_disk_ends_writing_only(engines, monkeypatch, failing):
-    write, calls = stores.write_at, []
-
-    def full(file, offset, data):
-        calls.append(offset)
-        if len(calls) > failing:
-            raise OSError(28, "No space left on device")
-        write(file, offset, data)
-
+    write = stores.write_at
     first = engines()
-    monkeypatch.setattr(stores, "write_at", full)
+    monkeypatch.setattr(stores, "write_at", full_disk(write, failing))
     answer(first, ask(prompt=LONG))
     written(first)
     assert first.stats().store.dropped > 0

@@ -19,7 +19,7 @@ from forerun.engine.thread import Engine, EngineOptions
 from forerun.executors import cpu
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.grammars import NoGrammars
-from tests.engine.toys import TOKENIZER, ask, limits, run
+from tests.engine.toys import TOKENIZER, ask, full_disk, limits, run
 
 native = pytest.mark.skipif(bool(cpu.available()), reason="no compiled core on this machine")
 BOTH = pytest.mark.parametrize("kind", [NgramDrafter, pytest.param(CpuNgramDrafter, marks=native)])
@@ -181,15 +181,8 @@ def test_estimates_of_other_settings_are_not_used(engines):
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_full_disk_ends_writing_only(engines, monkeypatch, failing):
-    write, calls = journals.write_at, []
-
-    def full(file, offset, data):
-        calls.append(offset)
-        if len(calls) > failing:
-            raise OSError(28, "No space left on device")
-        write(file, offset, data)
-
-    monkeypatch.setattr(journals, "write_at", full)
+    write = journals.write_at
+    monkeypatch.setattr(journals, "write_at", full_disk(write, failing))
     first = engines()
     generate(first)
     kept = written(first, 3)

@@ -8,11 +8,7 @@ from forerun.executors.toy import ToyExecutor
 from forerun.interface.plan import Plan
 from forerun.interface.slot_init import SlotInit, TokenText
 from forerun.speculative.tree import Draft, batch
-from tests.engine.toys import GREEDY, following, limits
-
-
-def ints(*values):
-    return np.array(values, np.int32)
+from tests.engine.toys import GREEDY, following, ints, limits
 
 
 def plan(tokens, kv_len, pages, depth=0, samples=True):

@@ -17,6 +17,7 @@ from forerun.engine.request import Speculation
 from forerun.engine.trace import MAX_NODES, DraftRow, bounded, draft_row
 from forerun.options.config import EngineConfig
 from forerun.speculative.tree import Draft, DraftSource, TreeBatch, batch
+from tests.engine.toys import ints
 from tests.speculative.worlds import as_draft, drafts
 
 
@@ -71,10 +72,6 @@ def test_long_answers_are_traced_up_to_a_bound(loaded, monkeypatch):
     monkeypatch.setattr(output, "MAX_STEPS", 7)
     (news,) = deltas(loaded, True, max_tokens=300)
     assert [step.number for delta in news for step in delta.trace] == list(range(7))
-
-
-def ints(*values):
-    return np.array(values, np.int32)
 
 
 def test_rows_of_a_step_with_and_without_the_drafts():

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 
@@ -122,6 +123,22 @@ def ask(id="r", prompt="Hello", max_tokens=16, **changes) -> Request:
     return Request(
         id, np.asarray(tokens, np.int32), pools["sampling"], pools["stopping"], **pools["request"]
     )
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+def full_disk(write, failing):
+    """`write` (cache.folder.write_at), which from its call number `failing` on finds no room."""
+    calls = count()
+
+    def full(*work):
+        if next(calls) >= failing:
+            raise OSError(28, "No space left on device")
+        write(*work)
+
+    return full
 
 
 class RecordingSink:

@@ -112,8 +112,3 @@ def test_a_scale_that_is_no_number_is_named(tmp_path):
     assert np.isfinite(checkpoint.tensor("model.layers.1.mlp.experts.2.down_proj.weight")).all()
     with pytest.raises(ModelError, match=r"down_proj_scales has a scale of 255"):
         checkpoint.tensor("model.layers.1.mlp.experts.3.down_proj.weight")
-
-
-@pytest.fixture
-def random():
-    return np.random.default_rng(0)

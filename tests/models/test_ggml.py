@@ -1,7 +1,5 @@
 """The table of ggml's storage types against the gguf package, and that nothing else needs it."""
 
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -9,6 +7,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import IQ4_NL, dequantize
 
 from forerun.checkpoints.ggml import IQ4_NL_LEVELS, NAMES, STORAGE, UNREADABLE, floats_of
+from tests.worlds.servers import run_program
 
 
 def test_the_table_is_that_of_the_package():
@@ -61,7 +60,5 @@ def test_the_default_model_loads_without_the_package():
         "print(len(answers[0].tokens), 'gguf' in sys.modules);"
         "llm.close()"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, check=False, text=True
-    )
+    done = run_program(program)
     assert done.stdout.split() == ["2", "False"], done.stderr

@@ -421,20 +421,25 @@ def tokenizer() -> tokenizers.Tokenizer:
 @cache
 def _tokenizer() -> str:
     """It as its file has it."""
+    text = "the quick brown fox jumps over the lazy dog and then there is another one of them "
+    return byte_level_bpe(VOCAB, [text * 20]).to_str(pretty=True)
+
+
+def byte_level_bpe(vocab: int, texts: list[str]) -> tokenizers.Tokenizer:
+    """A byte-level BPE of exactly `vocab` ids, trained on the texts; ids 0 to 2 are special."""
     made = tokenizers.Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         special_tokens=[AddedToken(text, special=True) for text in SPECIALS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    text = "the quick brown fox jumps over the lazy dog and then there is another one of them "
-    made.train_from_iterator([text * 20], trainer)
-    for index in range(made.get_vocab_size(), VOCAB):
+    made.train_from_iterator(texts, trainer)
+    for index in range(made.get_vocab_size(), vocab):
         made.add_tokens([f"<filler {index}>"])
-    return made.to_str(pretty=True)
+    return made
 
 
 def write_gguf(

@@ -2,6 +2,12 @@ import pytest
 
 from forerun.executors.torch.parallel import processes
 from tests.forked import ForkServer
+from tests.models import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny.save_folder(tiny.model("llama"), tmp_path_factory.mktemp("made"))
 
 
 @pytest.fixture(scope="session")

@@ -44,11 +44,6 @@ MIXED = (
 WISHES = {"rounds": ROUNDS, "mixed": MIXED}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.save_folder(tiny.model("llama"), tmp_path_factory.mktemp("made"))
-
-
 def config(folder, **changes):
     settled = {"executor": "torch", "device": "cpu", "threads": 1, "context": 128, "page_size": 16}
     settled |= {"max_sequences": 3, "kv_tokens": 512, "chunked_prefill_size": 32}

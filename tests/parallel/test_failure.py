@@ -40,11 +40,6 @@ PATIENCE = 120.0
 """Of a test for what comes at once: it is a failure that takes so long."""
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny.save_folder(tiny.model("llama"), tmp_path_factory.mktemp("made"))
-
-
 def config(folder, **changes):
     settled = {"executor": "torch", "device": "cpu", "tp_size": 2, "threads": 1, "context": 256}
     settled |= {"max_sequences": 4, "kv_tokens": 1024, "policy": "fixed"}

@@ -69,11 +69,6 @@ def learned(dense, tmp_path_factory):
     return Learned(draft), np.load(texts)
 
 
-@pytest.fixture
-def random():
-    return np.random.default_rng(0)
-
-
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory):
     """A folder of compiled JAX programs: executors of one shape share them; jax's own variable

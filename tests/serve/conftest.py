@@ -2,7 +2,14 @@
 
 import pytest
 
+from tests.cli.toys import toy_loaded
 from tests.worlds.toy_app import toy_client
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    with toy_loaded() as loaded:
+        yield loaded
 
 
 @pytest.fixture(scope="module")

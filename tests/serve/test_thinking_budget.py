@@ -12,18 +12,11 @@ from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.schema import ChatBody
 from forerun.serve.bodies.thinking import BudgetWatch
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
-from tests.cli.toys import toy_loaded
 from tests.worlds.toy_app import toy_client
 
 SETTINGS = ServeSettings(reasoning_end="</think>")
 BODY = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "temperature": 0}
 MESSAGES = BODY | {"model": "toy"}
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    with toy_loaded() as loaded:
-        yield loaded
 
 
 @contextmanager

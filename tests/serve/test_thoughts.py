@@ -11,19 +11,12 @@ from forerun.serve.bodies.dialogue import dialogue
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.schema import ChatBody
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
-from tests.cli.toys import toy_loaded
 
 USER = {"role": "user", "content": "Which city?"}
 MARKS = Marks.of("</think>")
 SETTINGS = ServeSettings(reasoning_end="</think>")
 HEAD = "<|im_start|>user\nWhich city?<|im_end|>\n<|im_start|>assistant\n"
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "integer"}}}
-
-
-@pytest.fixture(scope="module")
-def loaded():
-    with toy_loaded() as loaded:
-        yield loaded
 
 
 @pytest.fixture(scope="module")

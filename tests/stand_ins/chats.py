@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
-import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from tests.models.tiny import CHAT_TEMPLATE, SPECIALS
+from tests.models.tiny import CHAT_TEMPLATE, byte_level_bpe
 
 VOCAB, EOS = 1024, 2
 CITIES = (
@@ -116,19 +114,7 @@ def split(seed, held=32):
 @cache
 def tokenizer():
     """A byte-level BPE of VOCAB ids of the chats, as tokenizer.json has it."""
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=[AddedToken(text, special=True) for text in SPECIALS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    made.train_from_iterator([f"{chat.question}\n{chat.answer}" for chat in chats()], trainer)
-    for index in range(made.get_vocab_size(), VOCAB):
-        made.add_tokens([f"<filler {index}>"])
-    return made
+    return byte_level_bpe(VOCAB, [f"{chat.question}\n{chat.answer}" for chat in chats()])
 
 
 def tokens(chat):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.cli.main import main
 from forerun.measure.workload import Prompt, read_prompts
 from tests.models import tiny
@@ -17,6 +18,12 @@ TRAINING = [
     *("--greedy", "1", "--follow-up", "0", "--steps", "3", "--batch-tokens", "320"),
     *("--width", "8", "--kv-tokens", "4096"),
 ]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    hf = tiny.model("llama", num_hidden_layers=6)
+    return FolderCheckpoint(tiny.save_folder(hf, tmp_path_factory.mktemp("llama")))
 
 
 @dataclass(frozen=True)

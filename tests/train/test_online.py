@@ -6,7 +6,6 @@ from itertools import count
 import pytest
 import torch
 
-from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.drafts.eagle_config import head_for
 from forerun.executors.torch.drafts.eagle import EagleHead
 from forerun.train import loop
@@ -16,14 +15,7 @@ from forerun.train.init import calibrate, start_from_target
 from forerun.train.loop import TrainingRun, TrainingSchedule, train
 from forerun.train.loss import DraftVocabulary
 from forerun.train.target import DenseTarget
-from tests.models import tiny
 from tests.train.test_served import greedy_chats
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    hf = tiny.model("llama", num_hidden_layers=6)
-    return FolderCheckpoint(tiny.save_folder(hf, tmp_path_factory.mktemp("llama")))
 
 
 @pytest.fixture(scope="module")

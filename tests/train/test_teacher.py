@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.drafts.eagle_config import head_for
 from forerun.errors import EngineError
 from forerun.executors import cpu
@@ -16,18 +15,11 @@ from forerun.train.corpus import write_chats
 from forerun.train.features import distil
 from forerun.train.target import DenseTarget
 from forerun.train.teacher import core_teacher, dense_teacher
-from tests.models import tiny
 
 pytestmark = pytest.mark.skipif(cpu.available() is not None, reason=str(cpu.available()))
 FEATURES = (1, 3, 4)
 TOKENS = np.random.default_rng(0).integers(200, size=45).astype(np.int32)
 SCORED = np.array([3, 4, 5, 20, 21, 40, 44], np.int32)
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    hf = tiny.model("llama", num_hidden_layers=6)
-    return FolderCheckpoint(tiny.save_folder(hf, tmp_path_factory.mktemp("llama")))
 
 
 def cosine(a, b):

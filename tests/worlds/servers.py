@@ -197,6 +197,12 @@ def serving(tmp_path, wait=True, **options):
             process.wait()
 
 
+def run_program(program, **how):
+    """Run a Python program in an interpreter of its own; return what came of it, as text."""
+    line = [sys.executable, "-c", program]
+    return subprocess.run(line, capture_output=True, check=False, text=True, **how)
+
+
 @contextmanager
 def started(line, log, wait=True, **popen):
     """The server of a command line that prints as JSON where it listens, which logs into a
