@@ -9,6 +9,7 @@ import numpy as np
 from forerun.constrain.grammar import Grammar
 from forerun.constrain.isolation.compile import Compiler
 from forerun.constrain.matcher.matcher import CompiledGrammar, Matcher
+from forerun.drafters.none import NoDrafter
 from forerun.interface.drafter import DrafterTraits
 from forerun.speculative.tree import Draft
 from forerun.text.tokenizer import Tokenizer
@@ -86,7 +87,7 @@ def is_person(text: str) -> bool:
     )
 
 
-class RandomDrafter:
+class RandomDrafter(NoDrafter):
     """Random trees; `tokens` says what they are made of (all of it illegal, perhaps)."""
 
     def __init__(self, tokens, seed: int = 0) -> None:
@@ -94,24 +95,9 @@ class RandomDrafter:
         self._tokens = list(tokens)
         self._random = Random(seed)
 
-    def begin(self, init_message) -> None:
-        pass
-
     def propose(self, plan) -> list[Draft]:
         sizes = zip(plan.max_nodes.tolist(), plan.max_depth.tolist(), strict=True)
         return [random_draft(self._random, self._tokens, *size) for size in sizes]
-
-    def on_device_draft(self, plan) -> None:
-        pass
-
-    def observe(self, plan, trees, outcome) -> None:
-        pass
-
-    def end(self, slot) -> None:
-        pass
-
-    def describe(self) -> dict:
-        return {}
 
 
 def random_draft(random: Random, tokens: list[int], nodes: int, depth: int) -> Draft:

@@ -12,6 +12,7 @@ from forerun.control.adaptive import AdaptivePolicy
 from forerun.control.policy import FixedPolicy
 from forerun.control.step_costs import StepCosts
 from forerun.drafters.combined import CombinedDrafter
+from forerun.drafters.none import NoDrafter
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.plan import Outcome
 from forerun.interface.slot_init import SlotInit, TokenText
@@ -34,7 +35,7 @@ DEVICE = StepCosts((1, 8, 64, 256), (10.0, 10.5, 12.0, 20.0), draft_ms=0.2, foll
 """Nodes are nearly free, and so is a head."""
 
 
-class Source:
+class Source(NoDrafter):
     """Chains at a share `coverage` of the places, right at each depth with chance `right`, which
     is what is claimed.
     """
@@ -45,9 +46,6 @@ class Source:
         self.truths, self.source, self.coverage, self.right = truths, source, coverage, right
         self.random = np.random.default_rng(int(source))
         self.levels_drafted = 0
-
-    def begin(self, slot_init):
-        pass
 
     def propose(self, plan):
         drafts = []
@@ -68,12 +66,6 @@ class Source:
                 Draft(tokens.astype(np.int32), parents, scores.astype(np.float32), self.source)
             )
         return drafts
-
-    def observe(self, plan, trees, outcome):
-        pass
-
-    def end(self, slot):
-        pass
 
 
 class World:

@@ -12,6 +12,7 @@ from forerun.control.policy import FixedPolicy
 from forerun.draft_shape import DraftShape
 from forerun.drafters.combined import DEPTHS, PRIOR, Calibration, CombinedDrafter
 from forerun.drafters.ngram import NgramDrafter
+from forerun.drafters.none import NoDrafter
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.interface.drafter import DrafterTraits
 from forerun.interface.grammars import NoGrammars
@@ -50,7 +51,7 @@ def test_the_text_stays_and_no_drafter_alone_does_better():
     assert all(share["right"] > 0 for share in shares.values()) and len(shares) == 3
 
 
-class ChanceDrafter:
+class ChanceDrafter(NoDrafter):
     """A drafter that proposes chains, right with chance `honest` at each depth and claimed to be
     with `claim`; wrong tokens are its own.
     """
@@ -60,9 +61,6 @@ class ChanceDrafter:
         self.honest, self.claim, self.source = honest, claim, source
         self.truth: list[int] = []
         self.random = np.random.default_rng(len(name))
-
-    def begin(self, slot_init):
-        pass
 
     def propose(self, plan):
         drafts = []
@@ -77,15 +75,6 @@ class ChanceDrafter:
             tokens = np.array(tokens, np.int32)
             drafts.append(Draft(tokens, parents, scores.astype(np.float32), self.source))
         return drafts
-
-    def observe(self, plan, trees, outcome):
-        pass
-
-    def end(self, slot):
-        pass
-
-    def describe(self):
-        return {}
 
 
 class Shallow(ChanceDrafter):
