@@ -12,7 +12,7 @@ from forerun.build.calibration import (
     timed_tokens,
     with_draft_model,
 )
-from forerun.build.chat_template import template_source
+from forerun.build.chat_template import template_source, template_variables
 from forerun.build.device import DeviceChoice, choose_device
 from forerun.build.drafting import (
     DraftParts,
@@ -145,7 +145,7 @@ def _open_toy(config: EngineConfig) -> Target:
     return Target(
         executor=executor,
         tokenizer=tokenizer,
-        chat=_chat(template_source(config, BYTE_LEVEL_TEMPLATE), tokenizer),
+        chat=_chat(config, BYTE_LEVEL_TEMPLATE, tokenizer),
         name="toy",
         config=config,
         memory=memory,
@@ -196,7 +196,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         device=device,
         executor=executor,
         tokenizer=model.tokenizer,
-        chat=_chat(template_source(config, model.chat_template), model.tokenizer),
+        chat=_chat(config, model.chat_template, model.tokenizer),
         name=model.name,
         config=config,
         memory=memory,
@@ -316,8 +316,10 @@ def _resolved(
     )
 
 
-def _chat(source: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
-    return ChatTemplate(source, tokenizer) if source else None
+def _chat(config: EngineConfig, own: str | None, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """Return the configured chat template, else a model's `own`; None without one."""
+    source, variables = template_source(config, own), template_variables(config)
+    return ChatTemplate(source, tokenizer, variables) if source else None
 
 
 def open_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
@@ -326,11 +328,11 @@ def open_text(config: EngineConfig) -> tuple[Tokenizer, ChatTemplate | None]:
     """
     if config.toy:
         tokenizer, template = Tokenizer.byte_level(), BYTE_LEVEL_TEMPLATE
-        return tokenizer, _chat(template_source(config, template), tokenizer)
+        return tokenizer, _chat(config, template, tokenizer)
     with collected_later():
         model = open_model(config.model, revision=config.revision)
         model.tokenizer.warm_up()
-    chat = _chat(template_source(config, model.chat_template), model.tokenizer)
+    chat = _chat(config, model.chat_template, model.tokenizer)
     release_files()
     trim_memory(cycles=True)
     return model.tokenizer, chat and chat.warmed_up()

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from forerun.build import text_table
-from forerun.build.chat_template import template_source
+from forerun.build.chat_template import template_source, template_variables
 from forerun.build.engine import load
 from forerun.build.registry import choose_executor
 from forerun.build.token_map import token_map
@@ -139,7 +139,7 @@ def _template(engine: EngineConfig, model: Model, raw: bool) -> ChatEncoder:
             f"{model.name} has no chat template; --raw trains on plain text, as base models need "
             "it, --chat-template gives one"
         )
-    return ChatTemplate(source, model.tokenizer)
+    return ChatTemplate(source, model.tokenizer, template_variables(engine))
 
 
 def _report_table(arguments: argparse.Namespace, out: Path, known: float) -> int:

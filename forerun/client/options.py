@@ -32,6 +32,7 @@ class EngineArgs(TypedDict, total=False):
     revision: str | None
     lora_modules: tuple[str, ...]
     chat_template: str | None
+    chat_template_kwargs: str | None
     sampling_defaults: str
     executor: str
     device: str

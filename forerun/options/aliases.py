@@ -56,6 +56,11 @@ _OTHERS = _KIMI | _QWEN | _SEED | _MORE | _HARMONY
 _TOOLS = {"auto": "auto"} | _HERMES | _LLAMA3 | _GLM | _OTHERS
 _THINKERS = ("deepseek-r1", "deepseek_r1", "qwen3", "qwen3-thinking", "glm45", "nemotron_3")
 _CHANNELS = dict.fromkeys(("gpt-oss", "openai_gptoss"), "auto")
+_SWITCHED = {
+    "auto": "{}",
+    "on": '{"enable_thinking": true, "thinking": true}',
+    "off": '{"enable_thinking": false, "thinking": false}',
+}
 _REASONING = {"auto": "auto", "off": "off"} | _CHANNELS | dict.fromkeys(_THINKERS, "</think>")
 
 _WITH_EFFECT = (
@@ -119,6 +124,7 @@ _WITH_EFFECT = (
     Alias("--guided-decoding-backend", _V, SETS, "", why=_GRAMMARS, read=grammar_backend),
     Alias("--generation-config", _V, SETS, "sampling_defaults", why="auto is model, vllm is none"),
     Alias("--chat-template-file", _L, SETS, "chat_template"),
+    Alias("--default-chat-template-kwargs", _V, SETS, "chat_template_kwargs"),
     Alias("--slot-save-path", _L, SETS, "kv_store"),
     Alias("--tp", _S, SETS, "tp_size"),
     Alias("-tp", _V, SETS, "tp_size"),
@@ -135,6 +141,7 @@ _WITH_EFFECT = (
           why="--reasoning-end names the text that ends the reasoning"),
     Alias("--reasoning-format", _L, SETS, "reasoning_end",
           values={"auto": "auto", "deepseek": "auto", "none": "off"}),
+    Alias("--reasoning -rea", _L, SETS, "chat_template_kwargs", values=_SWITCHED),
     Alias("--reasoning-budget", _L, SETS, "thinking_budget"),
     Alias("--reasoning-budget-message", _L, SETS, "thinking_budget_message"),
     Alias("--enable-metrics", _S, SETS, "sglang_metrics", values={"true": True}, takes=NOTHING),
@@ -194,7 +201,10 @@ SAME_NAMES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("log_level", "decode_log_interval"), (SGLANG,)),
     **dict.fromkeys(("chat_template",), (SGLANG, VLLM, LLAMA)),
     **dict.fromkeys(("allowed_origins", "max_logprobs"), (VLLM,)),
-    **dict.fromkeys(("threads", "api_key_file", "top_k", "top_p", "min_p", "seed"), (LLAMA,)),
+    **dict.fromkeys(
+        ("chat_template_kwargs", "threads", "api_key_file", "top_k", "top_p", "min_p", "seed"),
+        (LLAMA,),
+    ),
 }
 """Fields whose own names have the same meaning in other servers."""
 

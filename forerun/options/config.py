@@ -87,6 +87,11 @@ class EngineConfig:
         "instead of the model's own chat template: a file with one (Jinja), the template itself, "
         "or a name that llama.cpp knows, such as chatml",
     )
+    chat_template_kwargs: str | None = option(
+        None,
+        "variables of the chat template where requests do not set them: a JSON object, such as "
+        '{"enable_thinking": false}',
+    )
     sampling_defaults: str = option(
         "model",
         "defaults of temperature, top_p, top_k, min_p and repetition_penalty: the model's "

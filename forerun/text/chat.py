@@ -24,24 +24,32 @@ _KNOWN_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "f
 _OWN_WORDS = ("content", "reasoning_content", "reasoning", "thinking")
 _END_OF_MESSAGE = "\ue0f1end-of-message\ue0f1"
 """Marks the end of a message to be continued: private-use characters, which no text contains."""
-_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "bos_token", "eos_token"})
+"""Variables that neither requests nor options set."""
 
 
 class ChatTemplate:
     """A compiled chat template. Safe to share between threads.
 
-    traits  the form of conversations that it accepts; conversations are converted to that form
-            before they are rendered
+    traits    the form of conversations that it accepts; conversations are converted to that form
+              before they are rendered
+    defaults  variables where `extra` does not have them
 
     Raises ModelError if there is no template or it does not parse.
     """
 
-    def __init__(self, source: str | None, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        source: str | None,
+        tokenizer: Tokenizer,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         if not source:
             raise ModelError(
                 "this model has no chat template; use /v1/completions, or a model that has one"
             )
         self._source: str = source
+        self._defaults = defaults or {}
         self._tokenizer = tokenizer
         self._renderer = renderer(source)
         self.traits = TemplateTraits(source, self._probe)
@@ -156,9 +164,9 @@ class ChatTemplate:
         which does not occur in `more`.
         """
         clean = [clean_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-        options = dict(extra or {})
-        if _RESERVED & options.keys():
-            name = min(_RESERVED & options.keys())
+        options = {**self._defaults, **(extra or {})}
+        if RESERVED & options.keys():
+            name = min(RESERVED & options.keys())
             raise RequestError(f"{name!r} cannot be set by requests", "chat_template_kwargs")
         offered = None if tools is None else [dict(tool) for tool in tools]
         check_json(offered, "tools")

@@ -4,7 +4,8 @@ from contextlib import closing
 
 import pytest
 
-from forerun.build.chat_template import template_source
+from forerun.build.chat_template import template_source, template_variables
+from forerun.build.target import open_text
 from forerun.errors import ConfigError
 from forerun.options.config import EngineConfig
 from forerun.text.chat import ChatTemplate
@@ -94,3 +95,30 @@ def test_a_template_may_be_given_itself_or_in_a_file(tmp_path):
     assert template_source(EngineConfig(model="toy"), "x") == "x"
     with pytest.raises(ConfigError, match=r"qwen9, which cannot be read.*chatml, .*llama3"):
         template_source(EngineConfig(model="toy", chat_template="qwen9"), "x")
+
+
+def test_variables_of_a_template_hold_where_requests_do_not_set_them():
+    """As llama.cpp's --chat-template-kwargs, vLLM's --default-chat-template-kwargs."""
+    source = "{{ 'on' if enable_thinking else 'off' }} {{ date }}"
+    given = '{"enable_thinking": true, "date": "Monday"}'
+    config = EngineConfig(model="toy", chat_template=source, chat_template_kwargs=given)
+    _, template = open_text(config)
+    with closing(template):
+        assert template.render(TALK) == "on Monday"
+        assert template.render(TALK, extra={"enable_thinking": False}) == "off Monday"
+    assert template_variables(EngineConfig(model="toy")) == {}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("enable_thinking=false", "is not a JSON object"),
+        ("[1]", r"is \[1\], but must be a JSON object"),
+        ('{"a": NaN}', "is not a JSON object"),
+        ('{"a": 1, "a": 2}', "is not a JSON object"),
+        ('{"messages": []}', "cannot set messages"),
+    ],
+)
+def test_what_are_no_variables_of_a_template(given, words):
+    with pytest.raises(ConfigError, match=f"chat-template-kwargs {words}"):
+        template_variables(EngineConfig(model="toy", chat_template_kwargs=given))
