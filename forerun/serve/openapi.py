@@ -19,7 +19,7 @@ from forerun.serve.bodies.fields import body_schema
 from forerun.serve.bodies.schema import ChatBody, CompletionBody
 from forerun.serve.dialects.anthropic.schema import CountBody, MessagesBody
 from forerun.serve.dialects.llama.embeddings import EmbeddingsBody, LlamaEmbeddingBody
-from forerun.serve.dialects.llama.schema import InfillBody, NativeBody, TemplateBody
+from forerun.serve.dialects.llama.schema import InfillBody, NativeBody
 from forerun.serve.dialects.ollama.embeddings import EmbedBody, OldEmbedBody
 from forerun.serve.dialects.ollama.models import PullBody, ShowBody
 from forerun.serve.dialects.ollama.schema import OllamaChatBody, OllamaGenerateBody
@@ -39,7 +39,7 @@ BODIES: dict[str, type[Any]] = {
     "/api/embed": EmbedBody,
     "/api/embeddings": OldEmbedBody,
     "/v1/chat/completions/input_tokens": ChatBody,
-    "/apply-template": TemplateBody,
+    "/apply-template": ChatBody,
     "/completion": NativeBody,
     "/completions": NativeBody,
     "/infill": InfillBody,

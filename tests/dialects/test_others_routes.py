@@ -40,7 +40,10 @@ def test_properties_and_templates(server):
     assert "im_start" in props["chat_template"] and props["model_alias"] == "toy"
     body = {"messages": MESSAGES, "tools": [TOOL]}
     prompt = server.post("/apply-template", body).json()["prompt"]
-    body |= {"tool_choice": "auto"}
+    body |= {"tool_choice": "auto", "max_tokens": 40, "temperature": 0, "reasoning_effort": "low"}
+    assert server.post("/apply-template", body).json()["prompt"] == prompt
+    none = server.post("/apply-template", body | {"tool_choice": "none"}).json()["prompt"]
+    assert none == server.post("/apply-template", {"messages": MESSAGES}).json()["prompt"] != prompt
     reply = server.post("/v1/chat/completions/input_tokens", body).json()
     assert reply["input_tokens"] == len(TOKENIZER.encode(prompt, specials=True))
     _, usage = chat(server, **{k: v for k, v in body.items() if k != "messages"})

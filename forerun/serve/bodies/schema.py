@@ -309,18 +309,14 @@ def template_options(value: Any, where: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TemplateFields(Declaration):
-    """Variables of a chat template besides messages."""
+class ConversationFields(Declaration):
+    """A conversation that a template renders, if the request has one, and the template's
+    variables.
+    """
 
     tools: tuple[Tool, ...] = accept(tools, ())
     add_generation_prompt: bool | None = accept(boolean)
     chat_template_kwargs: dict[str, Any] | None = accept(template_options)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ConversationFields(TemplateFields):
-    """A conversation that a template renders, if the request has one."""
-
     messages: tuple[dict[str, Any], ...] | None = accept(messages)
     continue_final_message: bool = accept(boolean, False)
 

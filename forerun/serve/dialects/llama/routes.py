@@ -6,7 +6,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from forerun.build.engine import Frontend
 from forerun.serve.answers.answering import (
     Json,
     answering,
@@ -15,13 +14,14 @@ from forerun.serve.answers.answering import (
     service_of,
 )
 from forerun.serve.answers.service import Served, Service
-from forerun.serve.bodies.dialogue import dialogue, template_of
+from forerun.serve.bodies.dialogue import dialogue
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.schema import ChatBody
 from forerun.serve.dialects.llama.completion import CompletionsDialect, InfillDialect
 from forerun.serve.dialects.llama.embeddings import EitherEmbeddings, LlamaEmbeddings
-from forerun.serve.dialects.llama.schema import TemplateBody
 from forerun.serve.dialects.names import llama_defaults
+from forerun.text.tokenizer import Tokenizer
+from forerun.types import Ints
 from forerun.version import __version__
 
 
@@ -59,23 +59,12 @@ async def slots(request: Request) -> Response:
 
 
 async def apply_template(request: Request) -> Response:
-    """POST /apply-template: a conversation as the model's template renders it, `{"prompt": ...}`.
-    400 names a field that cannot be accepted.
+    """POST /apply-template: the prompt of such a request to /v1/chat/completions, as text. 400
+    names a field that cannot be accepted.
     """
     value, data = await received(request)
     service = service_of(request)
-    body = await service.workers.run(len(data), read, TemplateBody, value)
-    loaded = service.named(body.model).loaded
-    return Json({"prompt": await rendered(service, len(data), _as_text, body, loaded)})
-
-
-def _as_text(body: TemplateBody, loaded: Frontend) -> str:
-    return template_of(loaded).render(
-        list(body.messages),
-        [tool.plain for tool in body.tools] or None,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        extra=body.chat_template_kwargs,
-    )
+    return Json({"prompt": await rendered(service, len(data), _as_text, value, service)})
 
 
 async def input_tokens(request: Request) -> Response:
@@ -101,11 +90,20 @@ LLAMA_ROUTES = [
 ]
 
 
-def _counted(value: Any, service: Service) -> dict[str, Any]:
+def _prompt(value: Any, service: Service) -> tuple[Ints, Tokenizer]:
     body = read(ChatBody, value)
     loaded = service.named(body.model).loaded
-    count = len(dialogue(body, loaded, service.settings).prompt)
-    return {"object": "response.input_tokens", "input_tokens": count}
+    return dialogue(body, loaded, service.settings).prompt, loaded.tokenizer
+
+
+def _as_text(value: Any, service: Service) -> str:
+    prompt, tokenizer = _prompt(value, service)
+    return tokenizer.decode(prompt.tolist(), skip_special=False)
+
+
+def _counted(value: Any, service: Service) -> dict[str, Any]:
+    prompt, _ = _prompt(value, service)
+    return {"object": "response.input_tokens", "input_tokens": len(prompt)}
 
 
 def _properties(served: Served, service: Service) -> dict[str, Any]:

@@ -22,16 +22,14 @@ from forerun.serve.bodies.fields import (
     takes,
     text,
 )
-from forerun.serve.bodies.messages import NO_MEDIA, messages
+from forerun.serve.bodies.messages import NO_MEDIA
 from forerun.serve.bodies.schema import (
     MAX_PROMPTS,
     MAX_TOKENS,
     UNLIMITED,
     CompletionBody,
     Prompt,
-    RequestBody,
     SampledBody,
-    TemplateFields,
 )
 
 MAX_FIELDS = 256
@@ -41,13 +39,6 @@ RANDOM_SEEDS = (None, -1, 2**32 - 1)
 """Values of seed that request a random one. The answer reports it, small enough for every JSON
 parser.
 """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateBody(RequestBody, TemplateFields):
-    """POST /apply-template."""
-
-    messages: tuple[dict[str, Any], ...] = need(messages)
 
 
 Parts = tuple[str | int, ...]
