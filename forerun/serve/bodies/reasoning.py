@@ -27,7 +27,7 @@ _WORDS = {"enabled": True, "adaptive": None, "auto": None, "disabled": False}
 def _enabled(value: Any, where: str) -> bool | None:
     """Read whether to reason, as a flag or a word; None = the template decides."""
     known = only(True, False, *_WORDS, why="it is one of these")(value, where)
-    return known if isinstance(known, bool) else _WORDS[known]
+    return known if isinstance(known, bool) else _WORDS[str(known)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
