@@ -13,21 +13,6 @@ from forerun.serve.app import create_app
 pytestmark = pytest.mark.model
 
 CHAT = "/v1/chat/completions"
-PERSON = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 30},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-        "skills": {
-            "type": "array",
-            "items": {"type": "string", "maxLength": 20},
-            "minItems": 2,
-            "maxItems": 4,
-        },
-    },
-    "required": ["name", "age", "skills"],
-    "additionalProperties": False,
-}
 WEATHER = {
     "type": "function",
     "function": {
@@ -55,26 +40,6 @@ def chat(server, question, **body):
     answer = server.post(CHAT, json=body)
     assert answer.status_code == 200, answer.text
     return answer.json()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}], ids=str)
-def test_answers_under_a_schema_are_valid_and_need_fewer_steps(server, sampling):
-    wrapped = {"name": "person", "strict": True, "schema": PERSON}
-    bound = {"response_format": {"type": "json_schema", "json_schema": wrapped}, **sampling}
-    on = chat(server, "Invent a person.", speculative={"stats": True}, n=3, **bound)
-    off = chat(server, "Invent a person.", speculative={"enabled": False}, n=3, **bound)
-    texts = [choice["message"]["content"] for choice in on["choices"]]
-    assert texts == [choice["message"]["content"] for choice in off["choices"]]
-    for choice, text in zip(on["choices"], texts, strict=True):
-        assert choice["finish_reason"] == "stop"
-        person = json.loads(text)
-        assert list(person) == ["name", "age", "skills"]
-        assert 0 <= person["age"] <= 120 and len(person["name"]) <= 30
-        assert 2 <= len(person["skills"]) <= 4
-        assert all(len(skill) <= 20 for skill in person["skills"])
-    stats = on["metrics"]["speculative_decoding"]
-    assert stats["mean_acceptance_length"] > 1.05
 
 
 @pytest.mark.parametrize(

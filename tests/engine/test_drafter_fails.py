@@ -71,13 +71,6 @@ def test_requests_outlive_the_drafter(verb, calls, caplog):
     assert granted and all(b.nodes == 0 and b.reason == reason for b in granted)
 
 
-def test_a_sound_drafter_is_left_alone():
-    made = engine(NgramDrafter(4))
-    request = ask(max_tokens=80)
-    run(made, request).expect(request)
-    assert made.fault is None and made.stats().accepted > 20
-
-
 @pytest.mark.parametrize("drafts", [False, True])
 def test_only_an_executor_that_drafts_gets_a_request(drafts):
     """Making one takes NumPy's time in every step."""
