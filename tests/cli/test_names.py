@@ -483,11 +483,12 @@ def test_sglangs_entry_starts_a_server(tmp_path):
     assert (config["speculative_num_draft_tokens"], config["speculative_num_steps"]) == (5, 4)
 
 
-def test_the_table_for_people_is_fresh():
-    script = [sys.executable, str(ROOT / "docs" / "site" / "migrating.py"), "--check"]
+@pytest.mark.parametrize("table", ["migrating", "metrics"])
+def test_tables_for_people_are_fresh(table):
+    script = [sys.executable, f"docs/site/{table}.py", "--check"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}  # Of this tree, wherever forerun is installed.
     assert subprocess.run(script, cwd=ROOT, env=env, check=False).returncode == 0, (
-        "run: python docs/site/migrating.py"
+        f"run: python docs/site/{table}.py"
     )
 
 

@@ -337,13 +337,6 @@ def test_a_body_of_64_megabytes_is_cut_off(server):
     assert server.http.get("/health").status_code == 200
 
 
-def test_expect_continue_is_answered_before_the_body(server):
-    with server.connect() as sock:
-        head = request_bytes(COMPLETIONS, b"", content_length=LIMIT + 1, expect="100-continue")
-        sock.sendall(head)
-        assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 413")
-
-
 def test_a_body_that_stops_arriving(hasty):
     with hasty.connect() as sock:
         sock.sendall(request_bytes(COMPLETIONS, b'{"prompt"', content_length=100))
@@ -408,12 +401,6 @@ def test_a_client_that_leaves_amid_its_body(server):
     assert wait_for(lambda: "the client is gone" in server.logged())
 
 
-def test_bytes_that_are_no_http(server):
-    with server.connect() as sock:
-        sock.sendall(b"\x16\x03\x01\x02\x00 nonsense\r\n\r\n")
-        assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 400")
-
-
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
     with serving(tmp_path_factory.mktemp("key"), settings={"api_keys": ["sesame"]}) as server:
@@ -446,9 +433,15 @@ def test_a_small_body_that_is_not_wanted_ends_no_connection(guarded):
         (b"GET /version HTTP/2.0\r\nHost: x\r\n\r\n", b"505"),
         (b"GET /version HTTP/1.1\r\nHost: x\r\n" + b"a:b\r\n" * 300 + b"\r\n", b"431"),
         (b"GET /version HTTP/1.0\r\n\r\n", b"200"),
+        (b"\x16\x03\x01\x02\x00 nonsense\r\n\r\n", b"400"),
+        (
+            request_bytes(COMPLETIONS, b"", content_length=LIMIT + 1, expect="100-continue"),
+            b"413",
+        ),
     ],
+    ids=["version", "many headers", "old", "no HTTP", "expect"],
 )
-def test_heads_that_are_not_read(server, head, status):
+def test_heads_that_are_answered_at_once(server, head, status):
     with server.connect() as sock:
         sock.sendall(head)
         assert read_until(sock, b"\r\n").startswith(b"HTTP/1.1 " + status)

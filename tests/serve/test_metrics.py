@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -15,7 +13,6 @@ from forerun.client.completion import complete, make_request
 from forerun.options.config import EngineConfig
 from forerun.serve.answers.service import cache_facts
 from forerun.serve.observe.metrics import Metrics
-from tests.shape.tree import ROOT
 
 
 def samples(page):
@@ -149,10 +146,3 @@ def test_both_dashboards_find_what_they_ask_for():
             assert names and 'model_name="$model_name"' in target["expr"]
             queried |= set(names)
     assert queried <= there
-
-
-def test_the_table_for_people_is_fresh():
-    script = [sys.executable, "docs/site/metrics.py", "--check"]
-    assert subprocess.run(script, cwd=ROOT, check=False).returncode == 0, (
-        "run: python docs/site/metrics.py"
-    )
