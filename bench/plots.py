@@ -11,10 +11,10 @@ Points = Sequence[tuple[float, float]]
 
 
 def charts(panels: Mapping[str, Mapping[str, Points]], across: str, up: str) -> str:
-    """An SVG of panels side by side, by their titles: lines by their names, of (x, y). Either
-    axis of each is logarithmic where its values span more than a factor of twenty.
+    """Return an SVG of panels side by side, by their titles: lines by their names, of (x, y).
+    Either axis of each is logarithmic where its values span more than a factor of twenty.
 
-    across, up  what the axes are
+    across, up  names of the axes; "" where the titles name the vertical one
     """
     drawn = [_panel(place, *panel, across, up) for place, panel in enumerate(panels.items())]
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
@@ -61,7 +61,7 @@ def _panel(place: int, title: str, lines: Mapping[str, Points], across: str, up:
     left, base = place * WIDTH + LEFT, HEIGHT - BOTTOM
     parts = [
         f'<text x="{left}" y="14">{title}</text>',
-        f'<text x="{left}" y="{HEIGHT - 4}">{across}; up: {up}</text>',
+        f'<text x="{left}" y="{HEIGHT - 4}">{across}{up and f"; up: {up}"}</text>',
         f'<path d="M{left} {TOP}V{base}H{left + WIDTH - LEFT - 16}" fill="none" stroke="#888"/>',
     ]
     parts += [

@@ -1,17 +1,20 @@
-"""Forerun's server beside its peers' servers, as one HTTP client sees them.
+"""Measure Forerun's server beside its peers' servers, through one HTTP client.
 
     python bench/peers/over_http.py --out bench/results/peers-http.json      (make bench-peers)
 
-The same file, prompts, number of answer tokens and threads for all; greedy, end of text ignored.
-No prompt's beginning is another's, and no server keeps prompts for later requests. A visit in which
-a connection is dropped is made again, said at once and counted in the results. Every round visits
-the numbers of streams, and for each the servers in an order drawn anew, one running at a time; a
-server that takes a minute to start is started once a round, before or after the others.
+All servers get the same file, threads and requests: chat prompts, greedy, the end of the text
+ignored, `--requests` for each stream. The lengths of answers are drawn from a half to three halves
+of `--tokens`, and in every stream one request follows the other: where all answers begin at once
+and are equally long, they end at once too, and plain decoding never has the smaller batches that
+service brings. No prompt's beginning is another's, and no server keeps prompts for later requests.
+A visit in which a connection is dropped is made again, reported at once and counted in the results.
+Every round visits the numbers of streams, and for each the servers in an order drawn anew, one
+running at a time; a server that takes a minute to start is started once a round, before or after
+the others.
 
-Whole: answer tokens per second of all streams, prompts included. Prompts: prompt tokens per second
-of the same requests with answers of one token. Decoding: the other answer tokens per second of the
-time that the whole takes longer than these. Medians over rounds with least and most; ratios are of
-the same round. First token: the median answer's, in milliseconds, in the whole.
+Figures of a visit: answer tokens per second of all streams, prompts included; the median request's
+time to first token and time per output token, in milliseconds. Tables show medians over rounds with
+least and most; ratios are of the same round.
 """
 
 import argparse
@@ -21,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +43,6 @@ from forerun.hub.catalog import open_model
 from forerun.measure.client import Endpoint, Timing, body_of, find_model, load_level
 from forerun.measure.workload import Prompt, read_prompts, spread
 from forerun.options.config import AskConfig
-from forerun.text.chat import ChatTemplate
 
 HERE = Path(__file__).parent
 TRIES, PATIENCE = 3, 180.0
@@ -47,8 +50,6 @@ TRIES, PATIENCE = 3, 180.0
 as dropped: ik_llama.cpp once kept the last of 48 for nine minutes, with no other at work."""
 DROPPED = ("RemoteProtocolError", "ReadError", "WriteError", "ConnectError", "TimeoutError")
 """How httpx calls a connection that ended before its answer did, and what is too long."""
-EMPTY = "the answer was empty"
-"""How the client calls an answer of one token that is half a character, or a control token."""
 DEFAULT = "smollm2-135m"
 RANDOM = {
     "random-1b": "tinyllama",
@@ -72,130 +73,109 @@ class Closing(Endpoint):
 
 @dataclass(frozen=True)
 class Work:
-    """What every server of one visit is asked.
+    """The requests of one visit, the same for every server.
 
-    warm    asked first, unmeasured
+    warm    sent first, not measured
     bodies  the JSON of each request
-    tokens  prompt tokens of all `bodies`
     """
 
     warm: list[dict[str, Any]]
     bodies: list[dict[str, Any]]
-    tokens: int
 
 
 def apart(prompt: Prompt, number: int) -> tuple[dict[str, Any], ...]:
-    """The prompt's messages behind a system message that begins like no other's, so that whoever
-    keeps the beginnings of prompts finds none.
+    """Return the prompt's messages behind a system message that begins like no other's, so that a
+    cache of prompts finds none of it.
     """
-    found = [message for message in prompt.messages if message["role"] != "system"]
-    return ({"role": "system", "content": f"{number}. You are a helpful assistant."}, *found)
+    messages = [message for message in prompt.messages if message["role"] != "system"]
+    return ({"role": "system", "content": f"{number}. You are a helpful assistant."}, *messages)
 
 
-class Asking:
+class Requests:
     """Makes requests of the built-in prompts, other ones for every call."""
 
-    def __init__(self, model: Any) -> None:
-        self._template = ChatTemplate(model.chat_template, model.tokenizer)
-        self._texts, self._number = read_prompts(), 0
+    def __init__(self) -> None:
+        self._prompts, self._number = read_prompts(), 0
 
-    def _bodies(self, count: int, tokens: int) -> list[dict[str, Any]]:
-        ask = AskConfig(max_tokens=tokens, ignore_eos=True)
-        texts = self._texts
-        shift = self._number % len(texts)
-        chosen = spread(texts[shift:] + texts[:shift], min(count, len(texts)))
+    def _bodies(self, lengths: list[int]) -> list[dict[str, Any]]:
+        """Return a request for each length of an answer, in tokens."""
+        shift = self._number % len(self._prompts)
+        turned = self._prompts[shift:] + self._prompts[:shift]
+        chosen = spread(turned, min(len(lengths), len(turned)))
         bodies = []
-        for index in range(count):
+        for prompt, length in zip(cycle(chosen), lengths, strict=False):
             self._number += 1
-            prompt = chosen[index % len(chosen)]
+            ask = AskConfig(max_tokens=length, ignore_eos=True)
             messages = apart(prompt, self._number)
             bodies.append(body_of(Prompt(prompt.id, prompt.kind, messages), "", ask, None))
         return bodies
 
     def work(self, streams: int, count: int, tokens: int) -> Work:
-        """`count` requests for `tokens` each, and one more per stream to warm up with."""
-        warm, bodies = self._bodies(streams, 8), self._bodies(count, tokens)
-        lengths = [len(self._template.encode(body["messages"])) for body in bodies]
-        return Work(warm, bodies, sum(lengths))
+        """Return `count` requests of `tokens` each in the mean, and one more per stream to warm up
+        with.
+        """
+        drawn = np.random.default_rng(self._number)
+        lengths = drawn.integers(max(1, tokens // 2), tokens + tokens // 2 + 1, count).tolist()
+        return Work(self._bodies([8] * streams), self._bodies(lengths))
 
 
-def speeds(first: float, timings: list[Timing], seconds: float, prompts: int) -> dict[str, float]:
-    """Figures of one visit.
-
-    first             seconds that answers of one token took
-    timings, seconds  of the whole
-    prompts           tokens of all prompts
+def figures(timings: list[Timing], seconds: float) -> dict[str, float]:
+    """Return the figures of one visit, whose requests took `seconds` together.
 
     Raises RuntimeError where an answer failed.
     """
-    failed = [timing.error for timing in timings if timing.error]
-    if failed:
-        raise RuntimeError(failed[0])
+    for timing in timings:
+        if timing.error:
+            raise RuntimeError(timing.error)
     tokens = sum(timing.tokens for timing in timings)
     return {
         "whole": tokens / seconds,
-        "prompts": prompts / first,
-        "decoding": (tokens - len(timings)) / max(seconds - first, 1e-3),
         "first_ms": 1000.0 * statistics.median(timing.first for timing in timings),
+        "token_ms": 1000.0 * statistics.median(timing.per_token or 0.0 for timing in timings),
         "tokens": tokens,
         "seconds": seconds,
-        "seconds_prompts": first,
     }
 
 
-def passed(
+def answered(
     endpoint: Endpoint, bodies: list[dict[str, Any]], streams: int
 ) -> tuple[list[Timing], float]:
-    """`load_level`, waited for. Raises RuntimeError where it takes longer than PATIENCE."""
+    """Send all requests, `streams` at a time; as `load_level` returns. Raises RuntimeError where
+    that takes longer than PATIENCE.
+    """
 
-    async def waited() -> tuple[list[Timing], float]:
+    async def patiently() -> tuple[list[Timing], float]:
         return await asyncio.wait_for(load_level(endpoint, bodies, streams), PATIENCE)
 
     try:
-        return asyncio.run(waited())
+        return asyncio.run(patiently())
     except TimeoutError:
         raise RuntimeError(f"TimeoutError: not all answers came in {PATIENCE:.0f} s") from None
 
 
-def asked(url: str, work: Work, streams: int, more: dict[str, Any]) -> dict[str, float]:
-    """One visit: a short warm-up, then every request for one token, then every request in full,
-    `streams` at a time.
+def measure(url: str, work: Work, streams: int, more: dict[str, Any]) -> dict[str, float]:
+    """Make one visit: a short warm-up, then the requests. Returns its `figures`.
 
     Raises RuntimeError where an answer failed.
     """
     model = find_model(url, "", None)
     endpoint = Closing(url, model)
     more = more | {"model": model}
-    passed(endpoint, [body | more for body in work.warm], streams)
-    # Other bytes than in full, so that not even a cache that nobody mentions has seen them.
-    bodies = [body | more for body in work.bodies]
-    short = [body | {"messages": again(body["messages"]), "max_tokens": 1} for body in bodies]
-    timings, first = passed(endpoint, short, streams)
-    for timing in timings:
-        if timing.error and not timing.error.startswith(EMPTY):
-            raise RuntimeError(timing.error)
-    timings, seconds = passed(endpoint, bodies, streams)
-    return speeds(first, timings, seconds, work.tokens)
+    answered(endpoint, [body | more for body in work.warm], streams)
+    return figures(*answered(endpoint, [body | more for body in work.bodies], streams))
 
 
-def again(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same messages with another beginning of the same length."""
-    system, *rest = messages
-    number, _, text = system["content"].partition(".")
-    return [system | {"content": f"{number}:{text}"}, *rest]
-
-
-def patiently(
+def measure_patiently(
     name: str, url: str, work: Work, streams: int, more: dict[str, Any]
 ) -> dict[str, float]:
-    """`asked`, once more from its beginning where a connection was dropped: never silently. How
-    often is written beside the figures, which are those of a visit in which none was.
+    """As `measure`, begun again where a connection was dropped, with a line on the console. How
+    often is `dropped` beside the figures, which are those of a visit in which none was.
 
     Raises RuntimeError where a server refuses, or drops connections TRIES times.
     """
     for dropped in range(TRIES):
         try:
-            return asked(url, work, streams, more) | {"dropped": dropped}
+            return measure(url, work, streams, more) | {"dropped": dropped}
         except RuntimeError as error:
             if not str(error).startswith(DROPPED) or dropped == TRIES - 1:
                 raise
@@ -206,7 +186,7 @@ def patiently(
 
 
 def model_path(name: str) -> str:
-    """What `open_model` takes: a random model is made on first use."""
+    """Return a name or path for `open_model`; a random model is made on first use."""
     if name not in RANDOM:
         return name
     path = OUT / f"{name}.gguf"
@@ -224,7 +204,9 @@ Results = dict[str, dict[str, list[dict[str, float]]]]
 
 
 class Rounds:
-    """All visits of a run, and what they found. A server that fails is left out, with a word."""
+    """Makes all visits of a run, and keeps their figures. A server that fails is left out, with its
+    error on the console.
+    """
 
     def __init__(self, args: argparse.Namespace, servers: list[Server]) -> None:
         model = open_model(model_path(args.model))
@@ -233,11 +215,11 @@ class Rounds:
             write_folder(model, folder)
         self._args, self._servers = args, servers
         self._files = {"gguf": model.path, "folder": folder}
-        self._asking, self._draw = Asking(model), np.random.default_rng(0)
+        self._requests, self._draw = Requests(), np.random.default_rng(0)
         self.found: Results = {}
 
     def _visit(self, server: Server, works: dict[int, Work]) -> None:
-        """Start a server, ask for each number of streams, stop it."""
+        """Start a server, measure it with each number of streams, stop it."""
         works = {n: work for n, work in works.items() if n <= (server.streams or n)}
         if not works:
             return
@@ -246,17 +228,17 @@ class Rounds:
         try:
             with running(server, job) as (url, start):
                 for streams, work in works.items():
-                    row = patiently(server.name, url, work, streams, fields(server))
+                    row = measure_patiently(server.name, url, work, streams, fields(server))
                     rows = self.found.setdefault(str(streams), {}).setdefault(server.name, [])
                     rows.append(row | {"start_seconds": start})
         except (RuntimeError, ForerunError) as error:
             console.print(f"[yellow]{server.name} at {', '.join(map(str, works))}:[/] {error}")
 
     def _visits(self) -> Iterator[tuple[Server, dict[int, Work]]]:
-        """Of one round, in the order in which they are made."""
+        """Yield those of one round, in the order in which they are made."""
         args, servers = self._args, self._servers
-        counts = {n: max(n, args.single if n == 1 else n) for n in args.streams}
-        works = {n: self._asking.work(n, count, args.tokens) for n, count in counts.items()}
+        counts = {n: max(n * args.requests, args.least) for n in args.streams}
+        works = {n: self._requests.work(n, count, args.tokens) for n, count in counts.items()}
         once = [(server, works) for server in servers if server.once]
         first = self._draw.random() < 0.5
         yield from once if first else []
@@ -267,7 +249,7 @@ class Rounds:
         yield from [] if first else once
 
     def run(self, after: Callable[[], None]) -> None:
-        """Every round, and `after` behind each."""
+        """Make every round, and call `after` behind each."""
         with Progress(console=console) as progress:
             bar = progress.add_task("visits", total=self._args.rounds)
             for _ in range(self._args.rounds):
@@ -280,9 +262,9 @@ class Rounds:
 
 
 def shown(rows: list[dict[str, float]], base: list[dict[str, float]] | None, key: str) -> str:
-    """Median, least and most, and the ratio to `base`."""
+    """Return median, least and most, and the ratio to `base`, as text."""
     values = [row[key] for row in rows]
-    text = f"{statistics.median(values):.0f} [{min(values):.0f}-{max(values):.0f}]"
+    text = f"{statistics.median(values):.1f} [{min(values):.1f}-{max(values):.1f}]"
     if base and len(base) == len(rows):
         ratios = [row[key] / other[key] for row, other in zip(rows, base, strict=True)]
         text += f" x{statistics.median(ratios):.2f}"
@@ -291,14 +273,13 @@ def shown(rows: list[dict[str, float]], base: list[dict[str, float]] | None, key
 
 TITLES = {
     "whole": "answer tokens/s of all streams, prompts included",
-    "prompts": "prompt tokens/s, answers of one token",
-    "decoding": "answer tokens/s of all streams, without the prompts' time",
-    "first_ms": "first token, ms",
+    "first_ms": "time to first token, ms",
+    "token_ms": "time per output token, ms",
 }
 
 
 def print_tables(found: Results, servers: list[Server]) -> None:
-    """One of each figure: servers down, streams across."""
+    """Print a table of each figure: servers down, streams across."""
     for key, title in TITLES.items():
         table = Table(title=f"{title} (x: over llama.cpp, same round)")
         table.add_column("server")
@@ -317,7 +298,7 @@ def print_tables(found: Results, servers: list[Server]) -> None:
 
 
 def save(out: Path | None, found: Results) -> None:
-    """What was found so far, as JSON."""
+    """Write the figures of all rounds so far as JSON."""
     if not out:
         return
     packages = {name: ENVIRONMENTS[name].packages for name in sorted(ENVIRONMENTS)}
@@ -334,8 +315,9 @@ def main() -> None:
         help=f"{' or '.join(RANDOM)}: a billion random weights in Q4_K_M",
     )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--tokens", type=int, default=96)
-    parser.add_argument("--single", type=int, default=6, help="prompts of a one-stream visit")
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer, in the mean")
+    parser.add_argument("--requests", type=int, default=4, help="of each stream, one by one")
+    parser.add_argument("--least", type=int, default=8, help="requests of a visit, at least")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=1024)

@@ -1,4 +1,4 @@
-"""What over_http.py measured, drawn.
+"""Draw what over_http.py measured.
 
     python bench/peers/plot.py bench/results/peers-http-zen3.json docs/results/peers.svg
 
@@ -12,11 +12,15 @@ from statistics import median
 
 from bench.plots import charts
 
-PANELS = {"whole": "prompts included", "decoding": "without prompts", "prompts": "prompts alone"}
+PANELS = {
+    "whole": "answer tokens/s of all streams",
+    "first_ms": "time to first token, ms",
+    "token_ms": "time per output token, ms",
+}
 
 
-def drawn(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
-    """SVG of the `results` that over_http.py keeps."""
+def draw(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
+    """Return an SVG of the `results` that over_http.py keeps."""
     names = sorted({name for servers in results.values() for name in servers})
     panels = {
         title: {
@@ -29,12 +33,12 @@ def drawn(results: dict[str, dict[str, list[dict[str, float]]]]) -> str:
         }
         for key, title in PANELS.items()
     }
-    return charts(panels, "streams", "tokens/s")
+    return charts(panels, "streams", "")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What over_http.py measured, drawn.")
+    parser = argparse.ArgumentParser(description="Draw what over_http.py measured.")
     parser.add_argument("measured", type=Path, help="its --out")
     parser.add_argument("picture", type=Path, help="the SVG")
     args = parser.parse_args()
-    args.picture.write_text(drawn(json.loads(args.measured.read_text())["results"]))
+    args.picture.write_text(draw(json.loads(args.measured.read_text())["results"]))

@@ -1,4 +1,4 @@
-"""The bench beside peers' servers: what it asks of all alike, and how it counts."""
+"""The bench beside peers' servers: its requests and its figures."""
 
 import asyncio
 from pathlib import Path
@@ -12,20 +12,20 @@ PEERS = Path(over_http.__file__).parent
 
 
 def failing(monkeypatch, *errors):
-    """`asked` raises these, one after the other, and then answers."""
+    """Let `measure` raise these, one after the other, and then answer."""
     left = list(errors)
 
-    def asked(*_):
+    def measure(*_):
         if left:
             raise RuntimeError(left.pop(0))
         return {"whole": 1.0}
 
-    monkeypatch.setattr(over_http, "asked", asked)
+    monkeypatch.setattr(over_http, "measure", measure)
 
 
 def test_a_dropped_connection_is_never_passed_over(monkeypatch, capsys):
     failing(monkeypatch, "ReadError: gone", "RemoteProtocolError: cut")
-    answer = over_http.patiently("peer", "http://x", None, 64, {})
+    answer = over_http.measure_patiently("peer", "http://x", None, 64, {})
     assert answer == {"whole": 1.0, "dropped": 2}
     said = capsys.readouterr().err
     assert said.count("dropped a connection") == 2 and "cut" in said
@@ -35,7 +35,7 @@ def test_a_dropped_connection_is_never_passed_over(monkeypatch, capsys):
 def test_what_goes_on_or_is_no_connection_ends_the_visit(monkeypatch, errors):
     failing(monkeypatch, *errors)
     with pytest.raises(RuntimeError, match=errors[0][:5]):
-        over_http.patiently("peer", "http://x", None, 64, {})
+        over_http.measure_patiently("peer", "http://x", None, 64, {})
 
 
 def test_a_request_that_is_never_answered_is_a_dropped_one(monkeypatch):
@@ -45,7 +45,7 @@ def test_a_request_that_is_never_answered_is_a_dropped_one(monkeypatch):
     monkeypatch.setattr(over_http, "load_level", never)
     monkeypatch.setattr(over_http, "PATIENCE", 0.01)
     with pytest.raises(RuntimeError, match="not all answers came") as raised:
-        over_http.passed(None, [{}], 1)
+        over_http.answered(None, [{}], 1)
     assert str(raised.value).startswith(over_http.DROPPED)
 
 
@@ -56,36 +56,24 @@ def test_what_the_steps_are_measured_with_can_be_made():
     assert {"openvino", "vllm"} <= kinds & ENVIRONMENTS.keys()
 
 
-class Words:
-    """A tokenizer and chat template at once: a token per word."""
-
-    def encode(self, messages):
-        return " ".join(message["content"] for message in messages).split()
-
-
-@pytest.fixture
-def asking(monkeypatch):
-    monkeypatch.setattr(over_http, "ChatTemplate", lambda *_: Words())
-    return over_http.Asking(type("Model", (), {"chat_template": "", "tokenizer": None}))
+def test_no_two_requests_begin_alike_and_every_stream_has_answers_of_drawn_lengths():
+    requests = over_http.Requests()
+    works = [requests.work(streams, 4 * streams, 8) for streams in (1, 16, 64)]
+    bodies = [body for work in works for body in (*work.warm, *work.bodies)]
+    beginnings = [body["messages"][0]["content"][:5] for body in bodies]
+    assert len(set(beginnings)) == len(beginnings) == 5 * 81
+    assert [len(work.bodies) for work in works] == [4, 64, 256]
+    lengths = [body["max_tokens"] for body in works[-1].bodies]
+    assert (min(lengths), max(lengths)) == (4, 12) and 7.5 < sum(lengths) / len(lengths) < 8.5
 
 
-def test_no_two_requests_begin_alike(asking):
-    works = [asking.work(streams, streams, 8) for streams in (1, 16, 64, 1, 16, 64)]
-    conversations = [body["messages"] for work in works for body in (*work.warm, *work.bodies)]
-    conversations += [over_http.again(body["messages"]) for work in works for body in work.bodies]
-    beginnings = [messages[0]["content"][:5] for messages in conversations]
-    assert len(set(beginnings)) == len(beginnings) == 3 * 2 * 81
-    assert [len(work.bodies) for work in works] == [1, 16, 64] * 2
-    assert works[0].tokens == len(Words().encode(works[0].bodies[0]["messages"]))
-
-
-def test_prompts_and_decoding_are_timed_apart():
+def test_figures_are_of_all_requests_and_a_failed_one_is_an_error():
     timing = over_http.Timing(arrivals=[0.5, 2.0], tokens=11)
-    speeds = over_http.speeds(1.0, [timing] * 4, 3.0, prompts=200)
-    assert (speeds["prompts"], speeds["decoding"], speeds["whole"]) == (200.0, 20.0, 44 / 3)
+    actual = over_http.figures([timing] * 4, 3.0)
+    assert (actual["whole"], actual["first_ms"], actual["token_ms"]) == (44 / 3, 500.0, 150.0)
     failed = over_http.Timing(error="HTTP 500: no")
     with pytest.raises(RuntimeError, match="HTTP 500"):
-        over_http.speeds(1.0, [timing, failed], 3.0, prompts=200)
+        over_http.figures([timing, failed], 3.0)
 
 
 @pytest.mark.parametrize("kind", ["llama.cpp", "ik_llama.cpp", "vllm", "forerun"])
@@ -95,15 +83,15 @@ def test_every_server_gets_streams_and_threads(monkeypatch, tmp_path, kind):
     job = servers.Job(tmp_path / "x.gguf", tmp_path, threads=3, streams=7, context=100)
     for server in (server for server in servers.SERVERS if server.kind == kind):
         line = servers.command(server, job, 1234)
-        words = line + list(servers.variables(server, job).values())
+        given = line + list(servers.variables(server, job).values())
         assert {"1234", *server.flags} <= set(line) and "7" in line
-        assert "3" in words or "0-2" in words
+        assert "3" in given or "0-2" in given
 
 
-def test_a_server_is_visited_for_what_it_can_and_started_as_often_as_said(asking, monkeypatch):
+def test_a_server_is_visited_for_what_it_can_and_started_as_often_as_declared():
     made = over_http.Rounds.__new__(over_http.Rounds)
-    made._args = type("Args", (), {"streams": [1, 4], "single": 3, "tokens": 8})
-    made._servers, made._asking = list(over_http.SERVERS), asking
+    made._args = type("Args", (), {"streams": [1, 4], "requests": 3, "least": 1, "tokens": 8})
+    made._servers, made._requests = list(over_http.SERVERS), over_http.Requests()
     made._draw = over_http.np.random.default_rng(0)
     visits = [(server.name, tuple(works)) for server, works in made._visits()]
     once = [server.name for server in over_http.SERVERS if server.once]
