@@ -30,7 +30,21 @@ FORERUN_INLINE void spread_sixes(const uint8_t* __restrict sixes, uint8_t* __res
     }
 }
 
-// One group's quants of Q5_K or Q5_0 as 512 bytes from 0 to 31, in the order of bytes.
+// One group's quants of Q2_K or Q3_K as 512 bytes from 0 to 3 or 7, in the order of bytes.
+template <bool Thirds>
+FORERUN_INLINE void spread_twos(const uint8_t* __restrict quants, uint8_t* __restrict out) {
+    constexpr uint64_t two = each_byte(3), bit = each_byte(1);
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+        for (int i = 0; i < 8; i++) {
+            uint64_t q = load_word(quants + 64 * (j / 4), i) >> 2 * (j % 4) & two;
+            if (Thirds) q |= (load_word(quants + 128, i) >> j & bit) << 2;
+            store_word(out + 64 * j, i, q);
+        }
+    }
+}
+
+// One group's quants of Q5_K, Q5_0 or Q5_1 as 512 bytes from 0 to 31, in the order of bytes.
 FORERUN_INLINE void spread_fives(const uint8_t* __restrict quants, uint8_t* __restrict out) {
     constexpr uint64_t nibble = each_byte(15), bit = each_byte(1);
 #pragma GCC unroll 4
@@ -44,13 +58,53 @@ FORERUN_INLINE void spread_fives(const uint8_t* __restrict quants, uint8_t* __re
     }
 }
 
-// The 256 small numbers of a tile that d and m are multiplied by: of each of 8 groups 16 scales, then
-// of each 16 offsets, or of Q6K of each 16 inputs 16 scales with a sign. `room` may hold them.
+// Bytes that `small_scales` may fill.
+template <int Format>
+constexpr int kRoom = Format == forerun::kQ2K ? 512 : forerun::has_offset(Format) ? 256 : 1;
+
+// The small numbers of a tile that d and m are multiplied by, of 16 channels each: of each of 8 groups
+// the scales, or of each 16 inputs, then the offsets likewise; scales have a sign where there are no
+// offsets. `room` may hold them.
 template <int Format>
 FORERUN_INLINE const uint8_t* small_scales(const uint8_t* tile, uint8_t* room) {
-    if (Format == forerun::kQ6K) return tile + 32;
-    spread_sixes(tile + 64, room);
+    if (!forerun::has_offset(Format)) return tile + 32;
+    if (Format != forerun::kQ2K) {
+        spread_sixes(tile + 64, room);
+        return room;
+    }
+    constexpr uint64_t nibble = each_byte(15);
+    for (int i = 0; i < 32; i++) {
+        const uint64_t both = load_word(tile + 64, i);
+        store_word(room, i, both & nibble);
+        store_word(room + 256, i, both >> 4 & nibble);
+    }
     return room;
+}
+
+// Where the scale of part `p` of a group lies among them.
+template <int Format>
+constexpr int small_at(int group, int p) {
+    return forerun::kBlock * (forerun::group_parts(Format) * group + p);
+}
+// Where offsets begin among them.
+template <int Format>
+constexpr int kOffsets = 8 * forerun::kBlock * forerun::group_parts(Format);
+
+// What the offset of part `p` of a group is multiplied by: scale * sum of q of these inputs.
+template <int Format>
+FORERUN_INLINE float sum_of_part(const Group& x, int r, int p) {
+    if (forerun::group_parts(Format) == 1) return x.sum[r];
+    return x.scale[r] * (float)(x.excess32[r][p] / -32);
+}
+
+// What sums of part `p` begin at, so that quants stored larger than they are come out right. Those of
+// formats with tables are stored `plus` larger.
+template <int Format>
+FORERUN_INLINE int32_t first_sum_of(const Group& x, int r, int p, int plus) {
+    if (Format == forerun::kQ6K) return x.excess32[r][p];
+    if (Format == forerun::kQ3K) return x.excess32[r][p] / 8;   // -4 times the sum
+    if (Format == forerun::kQ5) return x.excess[r] / 8;         // -16 times the sum
+    return forerun::has_table(Format) ? x.excess[r] / 128 * plus : 0;
 }
 
 }  // namespace

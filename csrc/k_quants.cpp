@@ -11,11 +11,17 @@ constexpr int kInputs = 256;  // of a block of the file, and of a tile
 
 uint16_t load_half(const uint8_t* at) { return (uint16_t)(at[0] | at[1] << 8); }
 
-int file_bytes(int format) { return format == kQ4K ? 144 : format == kQ5K ? 176 : 210; }
+int file_bytes(int format) {
+    return format == kQ4K   ? 144
+           : format == kQ5K ? 176
+           : format == kQ6K ? 210
+           : format == kL4K ? 136
+           : format == kQ3K ? 110
+                            : 84;
+}
 
 // Four numbers at a time.
 constexpr uint32_t kNibble = 0x0f0f0f0f, kTwoBits = 0x03030303, kBit = 0x01010101;
-
 
 // Q4_K and Q5_K: eight scales of 6 bits, then eight offsets, in 12 bytes of the file; `lane` of 16
 // channels of a tile's sixes.
@@ -79,6 +85,59 @@ void write_q6(const uint8_t* file, int lane, uint8_t* tile) {
     }
 }
 
+// IQ4_XS: scales of 6 bits, four in one place and two in another, 32 larger than they are.
+void write_levels(const uint8_t* file, int lane, uint8_t* tile) {
+    memcpy(tile + 2 * lane, file, 2);
+    const int high = load_half(file + 2);
+    uint8_t* quants = tile + quants_at(kL4K) + 4 * lane;
+    for (int group = 0; group < 8; group++, quants += group_bytes(kL4K)) {
+        const int scale = (file[4 + group / 2] >> group % 2 * 4 & 15) | (high >> 2 * group & 3) << 4;
+        tile[32 + 16 * group + lane] = (uint8_t)(scale - 32);
+        const uint8_t* from = file + 8 + 16 * group;
+        for (int j = 0; j < 4; j++) {  // inputs 8 j on: low nibbles for the first 16, then high ones
+            const uint32_t low = load_four(from + 8 * (j % 2)) >> j / 2 * 4 & kNibble;
+            const uint32_t next = load_four(from + 8 * (j % 2) + 4) >> j / 2 * 4 & kNibble;
+            store_four(quants + 64 * j, low | next << 4);
+        }
+    }
+}
+
+// Q3_K's scale of 16 inputs, 6 bits, 32 larger than it is.
+int third_scale(const uint8_t* scales, int part) {
+    const int low = part < 8 ? scales[part] & 15 : scales[part - 8] >> 4;
+    return low | (scales[8 + part % 4] >> part / 4 * 2 & 3) << 4;
+}
+
+// Q2_K and Q3_K: the file has two bits of 128 numbers at a time in 32 bytes, third bits apart.
+void write_twos(int format, const uint8_t* file, int lane, uint8_t* tile) {
+    const bool thirds = format == kQ3K;
+    memcpy(tile + 2 * lane, file + (thirds ? 108 : 80), 2);
+    if (!thirds) {
+        const uint16_t m = load_half(file + 82) ^ 0x8000;  // the file subtracts offsets
+        memcpy(tile + 32 + 2 * lane, &m, 2);
+    }
+    for (int part = 0; part < 16; part++) {
+        uint8_t& scale = tile[(thirds ? 32 : 64) + 16 * part + lane];
+        scale = thirds ? (uint8_t)(third_scale(file + 96, part) - 32) : file[part];
+    }
+    const uint8_t* twos = file + (thirds ? 32 : 16);
+    uint8_t* quants = tile + quants_at(format) + 4 * lane;
+    for (int group = 0; group < 8; group++, quants += group_bytes(format)) {
+        const uint8_t* from = twos + group / 4 * 32;
+        uint32_t third = 0;
+        for (int p = 0; p < 2; p++) {
+            uint32_t plane = 0;
+            for (int k = 0; k < 4; k++) {
+                const int at = 16 * p + 4 * k;
+                plane |= (load_four(from + at) >> group % 4 * 2 & kTwoBits) << 2 * k;
+                if (thirds) third |= (load_four(file + at) >> group & kBit) << (4 * p + k);
+            }
+            store_four(quants + 64 * p, plane);
+        }
+        if (thirds) store_four(quants + 128, third);
+    }
+}
+
 // Where q of one input lies within its group's quants: the byte, or of sixes the number.
 int place_in(int format, int input, int lane) {
     const int step = format == kQ6K ? input % 16 / 4 : input / 8;
@@ -91,13 +150,32 @@ int six_at(const uint8_t* sixes, int index) {
     return at[0] >> 6 | at[64] >> 6 << 2 | at[128] >> 6 << 4;
 }
 
+float two_or_three_bits(int format, const uint8_t* tile, int i, int lane) {
+    const uint8_t* quants = tile + quants_at(format) + i / kGroup * group_bytes(format);
+    const int input = i % kGroup, place = 4 * lane + input % 4;
+    const int q = quants[64 * (input / 16) + place] >> input % 16 / 4 * 2 & 3;
+    const uint8_t* scale = tile + (format == kQ3K ? 32 : 64) + i / 16 * 16 + lane;
+    const float d = float_from_half(load_half(tile + 2 * lane));
+    if (format == kQ2K) {
+        const float m = float_from_half(load_half(tile + 32 + 2 * lane));
+        return d * (float)(*scale & 15) * (float)q + m * (float)(*scale >> 4);
+    }
+    const int third = quants[128 + place] >> input / 4 & 1;
+    return d * (float)(int8_t)*scale * (float)((q | third << 2) - 4);
+}
+
 float number_at(int format, const uint8_t* tile, int i, int lane) {
+    if (format == kQ2K || format == kQ3K) return two_or_three_bits(format, tile, i, lane);
     const uint8_t* quants = tile + quants_at(format) + i / kGroup * group_bytes(format);
     const int input = i % kGroup, place = place_in(format, input, lane);
     const float d = float_from_half(load_half(tile + 2 * lane));
     if (format == kQ6K) {
         const int8_t scale = (int8_t)tile[32 + i / 16 * 16 + lane];
         return d * (float)scale * (float)(six_at(quants + input / 16 * 192, place) - 32);
+    }
+    if (format == kL4K) {
+        const float scale = d * (float)(int8_t)tile[32 + i / kGroup * 16 + lane];
+        return scale * (float)kLevels[quants[place] >> input % 8 / 4 * 4 & 15];
     }
     const float m = float_from_half(load_half(tile + 32 + 2 * lane));
     const int scale = six_at(tile + 64, i / kGroup * 16 + lane);
@@ -115,7 +193,10 @@ void pack_k_quants(int format, const uint8_t* rows, size_t row_bytes, int inputs
     for (int i = 0; i < inputs; i += kInputs, tiles += tile_bytes(format)) {
         const uint8_t* file = rows + (size_t)(i / kInputs) * file_bytes(format);
         for (int lane = 0; lane < channels; lane++, file += row_bytes) {
-            format == kQ6K ? write_q6(file, lane, tiles) : write_q4_or_q5(format, file, lane, tiles);
+            if (format == kQ6K) write_q6(file, lane, tiles);
+            if (format == kL4K) write_levels(file, lane, tiles);
+            if (format == kQ4K || format == kQ5K) write_q4_or_q5(format, file, lane, tiles);
+            if (format == kQ2K || format == kQ3K) write_twos(format, file, lane, tiles);
         }
     }
 }

@@ -14,8 +14,13 @@ using forerun::kLanes;
 using forerun::kQ4;
 using forerun::kQ4K;
 using forerun::kQ4M;
+using forerun::kL4;
+using forerun::kL4K;
+using forerun::kQ2K;
+using forerun::kQ3K;
 using forerun::kQ5;
 using forerun::kQ5K;
+using forerun::kQ5M;
 using forerun::kQ6K;
 using forerun::kMX4;
 using forerun::kQ4Z;
@@ -41,21 +46,22 @@ struct Scales {
     F8 d[2], m[2];
     const uint8_t* small;
 
-    // Eight scales of a group, the channels from 8 h on: d, or of Q6_K that of inputs from 16 p on.
+    // Eight scales of part `p` of a group, the channels from 8 h on.
     FORERUN_MEMBER F8 scale(int group, int p, int h) const {
-        if (Format == kQ6K) {
-            return mul8(d[h], load_bytes8<true>(small + 32 * group + 16 * p + 8 * h));
-        }
-        if (Format == kQ4K || Format == kQ5K) {
-            return mul8(d[h], load_bytes8<false>(small + 16 * group + 8 * h));
+        if (forerun::is_k_quant(Format)) {
+            constexpr bool is_signed = !forerun::has_offset(Format);
+            return mul8(d[h], load_bytes8<is_signed>(small + small_at<Format>(group, p) + 8 * h));
         }
         return load_half8(tile + forerun::scales_at(Format) + 16 * h);
     }
-    FORERUN_MEMBER F8 offset(int group, int h, F8 scale) const {
-        if (Format == kQ4K || Format == kQ5K) {
-            return mul8(m[h], load_bytes8<false>(small + 128 + 16 * group + 8 * h));
+    FORERUN_MEMBER F8 offset(int group, int p, int h, F8 scale) const {
+        if (forerun::is_k_quant(Format)) {
+            const uint8_t* offsets = small + kOffsets<Format> + small_at<Format>(group, p);
+            return forerun::has_offset(Format) ? mul8(m[h], load_bytes8<false>(offsets + 8 * h)) : scale;
         }
-        if (Format == kQ4M) return load_half8(tile + forerun::scales_at(Format) + 32 + 16 * h);
+        if (Format == kQ4M || Format == kQ5M) {
+            return load_half8(tile + forerun::scales_at(Format) + 32 + 16 * h);
+        }
         if (Format == kQ4Z) return mul8(scale, load_bytes8<true>(tile + 32 + 8 * h));
         return mul8(scale, splat8(-8.0f));
     }
@@ -68,57 +74,61 @@ FORERUN_INLINE Scales<Format> scales_of(const uint8_t* tile, uint8_t* room) {
     if (!forerun::is_k_quant(Format)) return scales;
     for (int h = 0; h < 2; h++) {
         scales.d[h] = load_half8(tile + 16 * h);
-        if (Format != kQ6K) scales.m[h] = load_half8(tile + 32 + 16 * h);
+        if (forerun::has_offset(Format)) scales.m[h] = load_half8(tile + 32 + 16 * h);
     }
     scales.small = small_scales<Format>(tile, room);
     return scales;
 }
 
-// What has a scale of its own within a group.
 template <int Format>
-constexpr int kPieces = Format == kQ6K ? 2 : 1;
+constexpr int kParts = forerun::group_parts(Format);
 // Formats whose products read quants as they are stored. Those of others are spread into bytes.
 template <int Format>
 constexpr bool kAsStored =
-    !forerun::has_fifths(Format) && Format != kQ6K && Format != kMX4;
+    !forerun::has_fifths(Format) && !forerun::has_table(Format) && kParts<Format> == 1;
+// How much larger spread bytes are than the numbers of a table; the larger levels keep their sign.
+template <int Format>
+constexpr int kPlus = Format == kMX4 ? 12 : 0;
 
 template <int Format>
 FORERUN_INLINE void spread(const uint8_t* quants, uint8_t* bytes) {
     if (forerun::has_fifths(Format)) return spread_fives(quants, bytes);
-    if (Format == kMX4) return spread_fp4(quants, bytes);
+    if (forerun::has_table(Format)) {
+        return spread_table(quants, forerun::table_of(Format), kPlus<Format>, bytes);
+    }
+    if (Format == kQ3K || Format == kQ2K) return spread_twos<Format == kQ3K>(quants, bytes);
     if (Format != kQ6K) return spread_nibbles(quants, bytes);
     spread_sixes(quants, bytes);
     spread_sixes(quants + 192, bytes + 256);
 }
 
-// The sums of piece `p` of a group that is spread.
+// The sums of part `p` of a group that is spread.
 template <int Format, int R>
 FORERUN_INLINE void dot_spread(const uint8_t* bytes, int p, const Group& x, I8 (&sum)[R][2]) {
+    if constexpr (Format == kL4 || Format == kL4K) return dot_bytes<R>(bytes, x, sum);
     constexpr int most = Format == kQ6K                 ? 63
                          : forerun::has_fifths(Format) ? 31
                          : Format == kMX4              ? 24
+                         : Format == kQ3K              ? 7
+                         : Format == kQ2K              ? 3
                                                        : 15;
     for (int r = 0; r < R; r++) {
-        // Takes back what the bytes are larger than what they stand for: 32, 12, and 16.
-        const int32_t begin = Format == kQ6K   ? x.excess32[r][p]
-                              : Format == kMX4 ? x.excess[r] / 32 * 3
-                              : Format == kQ5  ? x.excess[r] / 8
-                                               : 0;
-        sum[r][0] = sum[r][1] = splat_int8(begin);
+        sum[r][0] = sum[r][1] = splat_int8(first_sum_of<Format>(x, r, p, kPlus<Format>));
     }
-    if (Format != kQ6K) return dot_small<R, 0, 8, most>(bytes, x, sum);
+    if (kParts<Format> == 1) return dot_small<R, 0, 8, most>(bytes, x, sum);
     if (p == 0) return dot_small<R, 0, 4, most>(bytes, x, sum);
     dot_small<R, 4, 8, most>(bytes, x, sum);
 }
 
-// acc and low of half `h` of the channels; d and m are their scales.
+// acc and low of half `h` of the channels, of part `p` of a group; d and m are their scales.
 template <int Format, int R>
-FORERUN_INLINE void add_scaled(const I8 (&sum)[R][2], int h, F8 d, F8 m, const Group& x,
+FORERUN_INLINE void add_scaled(const I8 (&sum)[R][2], int p, int h, F8 d, F8 m, const Group& x,
                                F8 (&acc)[R][2], F8 (&low)[R][2]) {
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
         acc[r][h] = fma8(float8(sum[r][h]), mul8(d, splat8(x.scale[r])), acc[r][h]);
-        if (forerun::has_offset(Format)) low[r][h] = fma8(m, splat8(x.sum[r]), low[r][h]);
+        if (!forerun::has_offset(Format)) continue;
+        low[r][h] = fma8(m, splat8(sum_of_part<Format>(x, r, p)), low[r][h]);
     }
 }
 
@@ -129,7 +139,7 @@ FORERUN_INLINE void group_times_rows(const uint8_t* quants, const Scales<Format>
     uint8_t bytes[kAsStored<Format> ? 1 : 512];
     if constexpr (!kAsStored<Format>) spread<Format>(quants, bytes);
 #pragma GCC unroll 2
-    for (int p = 0; p < kPieces<Format>; p++) {
+    for (int p = 0; p < kParts<Format>; p++) {
         I8 sum[R][2];
         if constexpr (!kAsStored<Format>) {
             dot_spread<Format, R>(bytes, p, x, sum);
@@ -140,8 +150,8 @@ FORERUN_INLINE void group_times_rows(const uint8_t* quants, const Scales<Format>
         }
 #pragma GCC unroll 2
         for (int h = 0; h < 2; h++) {
-            const F8 d = scales.scale(group, p, h), m = scales.offset(group, h, d);
-            add_scaled<Format, R>(sum, h, d, m, x, acc, low);
+            const F8 d = scales.scale(group, p, h), m = scales.offset(group, p, h, d);
+            add_scaled<Format, R>(sum, p, h, d, m, x, acc, low);
         }
     }
 }
@@ -151,7 +161,7 @@ template <int Format, int R>
 FORERUN_INLINE void block_times_rows(const uint8_t* tile, const Group* x, int groups, Ahead ahead,
                                      F8 (&out)[R][2]) {
     constexpr int step = forerun::tile_groups(Format);
-    uint8_t room[forerun::is_k_quant(Format) ? 256 : 1];
+    uint8_t room[kRoom<Format>];
     F8 acc[R][2], low[R][2];
     for (int r = 0; r < R; r++) {
         for (int h = 0; h < 2; h++) acc[r][h] = low[r][h] = splat8(0.0f);
@@ -235,20 +245,21 @@ template <int Format>
 struct Ready {
     static constexpr int groups = forerun::tile_groups(Format);
     uint8_t bytes[groups][512];
-    float d[groups][kPieces<Format>][kBlock], m[groups][kBlock];
+    float d[groups][kParts<Format>][kBlock], m[groups][kParts<Format>][kBlock];
 
     void fill(const uint8_t* tile) {
-        uint8_t room[forerun::is_k_quant(Format) ? 256 : 1];
+        uint8_t room[kRoom<Format>];
         const Scales<Format> scales = scales_of<Format>(tile, room);
         const uint8_t* quants = tile + forerun::quants_at(Format);
         for (int g = 0; g < groups; g++) {
             spread<Format>(quants + g * forerun::group_bytes(Format), bytes[g]);
             for (int h = 0; h < 2; h++) {
-                for (int p = 0; p < kPieces<Format>; p++) {
-                    store8(d[g][p] + 8 * h, scales.scale(g, p, h));
+                for (int p = 0; p < kParts<Format>; p++) {
+                    const F8 scale = scales.scale(g, p, h);
+                    store8(d[g][p] + 8 * h, scale);
+                    if (!forerun::has_offset(Format)) continue;
+                    store8(m[g][p] + 8 * h, scales.offset(g, p, h, scale));
                 }
-                if (!forerun::has_offset(Format)) continue;
-                store8(m[g] + 8 * h, scales.offset(g, h, load8(d[g][0] + 8 * h)));
             }
         }
     }
@@ -264,13 +275,13 @@ static void tile_times_rows(const Ready<Format>& tile, const Group* x, float (*a
     }
     for (int g = 0; g < tile.groups; g++, x++) {
 #pragma GCC unroll 2
-        for (int p = 0; p < kPieces<Format>; p++) {
+        for (int p = 0; p < kParts<Format>; p++) {
             I8 sum[R][2];
             dot_spread<Format, R>(tile.bytes[g], p, *x, sum);
 #pragma GCC unroll 2
             for (int h = 0; h < 2; h++) {
-                const F8 d = load8(tile.d[g][p] + 8 * h), m = load8(tile.m[g] + 8 * h);
-                add_scaled<Format, R>(sum, h, d, m, *x, a, l);
+                const F8 d = load8(tile.d[g][p] + 8 * h), m = load8(tile.m[g][p] + 8 * h);
+                add_scaled<Format, R>(sum, p, h, d, m, *x, a, l);
             }
         }
     }
@@ -346,6 +357,11 @@ static void product(const Matrix& w, const Group* x, int rows, int first, int la
         case kQ6K: return product_as<kQ6K>(w, x, rows, first, last, out);
         case kQ4Z: return product_as<kQ4Z>(w, x, rows, first, last, out);
         case kMX4: return product_as<kMX4>(w, x, rows, first, last, out);
+        case kL4: return product_as<kL4>(w, x, rows, first, last, out);
+        case kL4K: return product_as<kL4K>(w, x, rows, first, last, out);
+        case kQ5M: return product_as<kQ5M>(w, x, rows, first, last, out);
+        case kQ3K: return product_as<kQ3K>(w, x, rows, first, last, out);
+        case kQ2K: return product_as<kQ2K>(w, x, rows, first, last, out);
         default: return product_as<kQ8>(w, x, rows, first, last, out);
     }
 }

@@ -15,7 +15,7 @@ constexpr int kPackedRows = 64;  // that meet a block before the next one is rea
 
 // Inputs that share a scale, in a group.
 template <int Format>
-constexpr int kTileInputs = Format == kQ6K ? 16 : 32;
+constexpr int kTileInputs = forerun::kGroup / forerun::group_parts(Format);
 
 // Activations of 16 rows at the inputs of one scale; rows that there are not are zero.
 template <int Inputs>
@@ -54,7 +54,7 @@ static void pack_rows(const Group* x, int rows, int groups, TileRows<kTileInputs
                 memcpy(out->q[r], lanes.q[r % kLanes] + half * inputs, inputs);
                 out->begin[r] = Format == kQ8 ? 0 : first_sum<Format>(lanes, r, half);
                 out->scale[r] = lanes.scale[r % kLanes];
-                out->sum[r] = lanes.sum[r % kLanes];
+                out->sum[r] = sum_of_part<Format>(lanes, r % kLanes, half);
             }
         }
     }
@@ -90,7 +90,7 @@ static void tile_block(const Matrix& w, int block, const TileRows<kTileInputs<Fo
     constexpr int bytes = forerun::tile_bytes(Format) / step;
     alignas(64) uint8_t spread_out[2][512];
     alignas(64) int32_t sums[2][kTileRows * kBlock];
-    uint8_t room[forerun::is_k_quant(Format) ? 256 : 1];
+    uint8_t room[kRoom<Format>];
     F16 acc[kTileRows], low[kTileRows];
     for (int r = 0; r < kTileRows; r++) acc[r] = low[r] = splat16(0.0f);
     const uint8_t* tile = w.tiles + block * w.block_bytes();
@@ -107,7 +107,7 @@ static void tile_block(const Matrix& w, int block, const TileRows<kTileInputs<Fo
                 } else {
                     sum_group<Format, halves - 1>(quants, *x, number, spread_out[number % 2], mine);
                 }
-                const F16 d = scales.scale(k, half), m = scales.offset(k, d);
+                const F16 d = scales.scale(k, half), m = scales.offset(k, half, d);
 #pragma GCC unroll 16
                 for (int r = 0; r < kTileRows; r++) {
                     I16 sum = load_bytes16((const uint8_t*)(mine + r * kBlock));
@@ -160,6 +160,11 @@ static void product_by_tiles(const Matrix& w, const Group* x, int rows, int firs
         case kQ6K: return tiled_product<kQ6K>(w, x, rows, first, last, out);
         case kQ4Z: return tiled_product<kQ4Z>(w, x, rows, first, last, out);
         case kMX4: return tiled_product<kMX4>(w, x, rows, first, last, out);
+        case kL4: return tiled_product<kL4>(w, x, rows, first, last, out);
+        case kL4K: return tiled_product<kL4K>(w, x, rows, first, last, out);
+        case kQ5M: return tiled_product<kQ5M>(w, x, rows, first, last, out);
+        case kQ3K: return tiled_product<kQ3K>(w, x, rows, first, last, out);
+        case kQ2K: return tiled_product<kQ2K>(w, x, rows, first, last, out);
         default: return tiled_product<kQ8>(w, x, rows, first, last, out);
     }
 }

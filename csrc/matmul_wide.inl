@@ -3,7 +3,7 @@
 //
 // Up to eight rows meet one block at a time, which is then read from memory in one sweep; more rows
 // meet two blocks, four rows at a time, so that each broadcast of activations serves both, or, of
-// K-quants and Q5_0, whose bits take longer to spread, one block, eight rows at a time.
+// K-quants and fives, whose bits take longer to spread, one block, eight rows at a time.
 
 #include "wide_operands.inl"
 
@@ -67,12 +67,12 @@ FORERUN_INLINE void dot_nibbles(const uint8_t* const (&quants)[V], const Group* 
     }
 }
 
-// All pieces of V groups, with Q6_K of one half.
+// All pieces of V groups, or of those with two parts one.
 template <int Format, int R, int V, int Half>
 FORERUN_INLINE void dot_pieces(const uint8_t* const (&quants)[V], const Group* x, int groups,
                                I16 (&sum)[R][V]) {
     dot_piece<Format, R, V, Half>(quants, x, groups, sum);
-    if (Format != kQ6K) {
+    if (forerun::group_parts(Format) == 1) {
         dot_piece<Format, R, V, 1>(quants, x, groups, sum);
         dot_piece<Format, R, V, 2>(quants, x, groups, sum);
         dot_piece<Format, R, V, 3>(quants, x, groups, sum);
@@ -104,13 +104,15 @@ FORERUN_INLINE void groups_times_rows(const uint8_t* const (&quants)[V],
     }
 #pragma GCC unroll 2
     for (int v = 0; v < V; v++) {
-        const F16 d = scales[v].scale(group, Half), m = scales[v].offset(group, d);
+        const F16 d = scales[v].scale(group, Half), m = scales[v].offset(group, Half, d);
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {
             const Group& lanes = x[r / kLanes * groups];
             const F16 scale = mul16(d, splat16(lanes.scale[r % kLanes]));
             acc[r][v] = fma16(float16(sum[r][v]), scale, acc[r][v]);
-            if (offset) low[r][v] = fma16(m, splat16(lanes.sum[r % kLanes]), low[r][v]);
+            if (!offset) continue;
+            const F16 sums = splat16(sum_of_part<Format>(lanes, r % kLanes, Half));
+            low[r][v] = fma16(m, sums, low[r][v]);
         }
     }
 }
@@ -123,7 +125,7 @@ FORERUN_INLINE void blocks_times_rows(const Matrix& w, int block, const Group* x
     constexpr int bytes = forerun::tile_bytes(Format) / step;
     const int groups = w.groups();
     const uint8_t* tile[V];
-    uint8_t room[V][forerun::is_k_quant(Format) ? 256 : 1];
+    uint8_t room[V][kRoom<Format>];
     F16 acc[R][V], low[R][V];
     for (int v = 0; v < V; v++) {
         tile[v] = w.tiles + (block + v) * w.block_bytes();
@@ -141,7 +143,7 @@ FORERUN_INLINE void blocks_times_rows(const Matrix& w, int block, const Group* x
         for (int k = 0; k < step; k++, x++, far += V * bytes) {
             fetch<(V * bytes + 63) / 64>(far, ahead);
             groups_times_rows<Format, R, V, 0>(quants, scales, k, x, groups, acc, low);
-            if (Format == kQ6K) {
+            if (forerun::group_parts(Format) == 2) {
                 groups_times_rows<Format, R, V, 1>(quants, scales, k, x, groups, acc, low);
             }
             for (int v = 0; v < V; v++) quants[v] += forerun::group_bytes(Format);
@@ -212,7 +214,7 @@ static void passes_over_blocks(const Matrix& w, int block, const Group* x, int b
 
 template <int Format>
 static void product_as(const Matrix& w, const Group* x, int rows, int first, int last, Target out) {
-    constexpr bool slow = forerun::is_k_quant(Format) || Format == kQ5;  // to spread
+    constexpr bool slow = forerun::is_k_quant(Format) || forerun::has_fifths(Format);  // to spread
     const bool alone = rows <= 8 || slow;
     for (int begin = 0; begin < rows; begin += kWideRowsAtOnce) {
         const int end = rows - begin < kWideRowsAtOnce ? rows : begin + kWideRowsAtOnce;
@@ -234,6 +236,11 @@ static void product(const Matrix& w, const Group* x, int rows, int first, int la
         case kQ6K: return product_as<kQ6K>(w, x, rows, first, last, out);
         case kQ4Z: return product_as<kQ4Z>(w, x, rows, first, last, out);
         case kMX4: return product_as<kMX4>(w, x, rows, first, last, out);
+        case kL4: return product_as<kL4>(w, x, rows, first, last, out);
+        case kL4K: return product_as<kL4K>(w, x, rows, first, last, out);
+        case kQ5M: return product_as<kQ5M>(w, x, rows, first, last, out);
+        case kQ3K: return product_as<kQ3K>(w, x, rows, first, last, out);
+        case kQ2K: return product_as<kQ2K>(w, x, rows, first, last, out);
         default: return product_as<kQ8>(w, x, rows, first, last, out);
     }
 }

@@ -25,6 +25,10 @@ void read_nibbles(const uint8_t* at, Piece& piece) {
     }
 }
 
+void read_fifths(const uint8_t* at, Piece& piece) {
+    for (int i = 0; i < kGroup; i++) piece.q[i] |= (uint8_t)((at[i / 8] >> i % 8 & 1) << 4);
+}
+
 // Where a group's numbers lie, NaN where one is not finite, so that it is noticed.
 struct Span {
     float least, most;
@@ -122,7 +126,18 @@ Piece read_piece(Source source, int format, const uint8_t* row, int group, int i
             row += (size_t)group * 22;
             piece.d = load_half(row);
             read_nibbles(row + 6, piece);
-            for (int i = 0; i < kGroup; i++) piece.q[i] |= (uint8_t)((row[2 + i / 8] >> i % 8 & 1) << 4);
+            read_fifths(row + 2, piece);
+            return piece;
+        case kFileQ5_1:
+            row += (size_t)group * 24;
+            piece.d = load_half(row);
+            piece.m = load_half(row + 2);
+            read_nibbles(row + 8, piece);
+            read_fifths(row + 4, piece);
+            return piece;
+        case kFileIQ4_NL:
+            piece.d = load_half(row + (size_t)group * 18);
+            read_nibbles(row + (size_t)group * 18 + 2, piece);
             return piece;
         case kFileQ8_0:
             piece.d = load_half(row + (size_t)group * 34);
@@ -142,7 +157,7 @@ void write_piece(int format, const Piece& piece, int group, int channel, uint8_t
     uint8_t* at = tile + quants_at(format) + group * group_bytes(format) + 4 * channel;
     uint8_t* scales = tile + scales_at(format) + 2 * channel;
     memcpy(scales, &piece.d, 2);
-    if (format == kQ4M) memcpy(scales + 2 * kBlock, &piece.m, 2);
+    if (format == kQ4M || format == kQ5M) memcpy(scales + 2 * kBlock, &piece.m, 2);
     if (format == kQ4Z) tile[2 * kBlock + channel] = (uint8_t)-piece.m;
     if (format == kQ8) {
         for (int i = 0; i < kGroup; i += 4) memcpy(at + 16 * i, piece.q + i, 4);
@@ -154,7 +169,7 @@ void write_piece(int format, const Piece& piece, int group, int channel, uint8_t
         store_four(at + 8 * i, (low & 0x0f0f0f0f) | (high & 0x0f0f0f0f) << 4);
         fifth |= (low >> 4 & 0x01010101) << i / 4 | (high >> 4 & 0x01010101) << (i / 4 + 1);
     }
-    if (format == kQ5) store_four(at + 256, fifth);
+    if (has_fifths(format)) store_four(at + 256, fifth);
 }
 
 // Where input `i` of the group and channel `lane` lie in a tile of floats: bytes.
@@ -204,6 +219,11 @@ int own_format(Source source) {
         case kFileQ4Z: return kQ4Z;
         case kFileMXFP4: return kMX4;
         case kFileQ5_0: return kQ5;
+        case kFileQ5_1: return kQ5M;
+        case kFileIQ4_NL: return kL4;
+        case kFileIQ4_XS: return kL4K;
+        case kFileQ3_K: return kQ3K;
+        case kFileQ2_K: return kQ2K;
         default: return kQ8;
     }
 }
@@ -234,6 +254,11 @@ size_t source_row_bytes(Source source, int inputs) {
         case kFileQ4Z: return groups / 4 * 68;
         case kFileMXFP4: return groups * 17;
         case kFileQ5_0: return groups * 22;
+        case kFileQ5_1: return groups * 24;
+        case kFileIQ4_NL: return groups * 18;
+        case kFileIQ4_XS: return blocks * 136;
+        case kFileQ3_K: return blocks * 110;
+        case kFileQ2_K: return blocks * 84;
         case kFileF32: return (size_t)inputs * 4;
         default: return (size_t)inputs * 2;
     }
@@ -287,7 +312,8 @@ void unpack_row(const Matrix& matrix, int channel, float* out) {
         const int group = base / kGroup % tile_groups(format);
         const uint8_t* scales = tile + scales_at(format) + 2 * lane;
         const uint8_t* quants = tile + quants_at(format) + group * group_bytes(format);
-        const float d = half_at(scales), m = format == kQ4M ? half_at(scales + 2 * kBlock) : 0.0f;
+        const bool has_m = format == kQ4M || format == kQ5M;
+        const float d = half_at(scales), m = has_m ? half_at(scales + 2 * kBlock) : 0.0f;
         const int zero = format == kQ4Z ? -(int8_t)tile[2 * kBlock + lane] : format == kQ5 ? 16 : 8;
         const int count = matrix.inputs - base < kGroup ? matrix.inputs - base : kGroup;
         for (int i = 0; i < count; i++) {
@@ -297,10 +323,10 @@ void unpack_row(const Matrix& matrix, int channel, float* out) {
             }
             const uint8_t both = quants[64 * (i / 8) + 4 * lane + i % 4];
             int q = i % 8 < 4 ? both & 15 : both >> 4;
-            if (format == kQ5) q |= (quants[256 + 4 * lane + i % 4] >> i / 4 & 1) << 4;
-            out[base + i] = format == kQ4M   ? d * (float)q + m
-                            : format == kMX4 ? d * (float)kFp4[q]
-                                             : d * (float)(q - zero);
+            if (has_fifths(format)) q |= (quants[256 + 4 * lane + i % 4] >> i / 4 & 1) << 4;
+            out[base + i] = has_m               ? d * (float)q + m
+                            : has_table(format) ? d * (float)table_of(format)[q]
+                                                : d * (float)(q - zero);
         }
         if (group + 1 == tile_groups(format)) tile += tile_bytes(format);
     }

@@ -10,8 +10,10 @@
 //   Q4M   256 B nibbles, half d[16], half m[16] w = d * q + m        (GGUF Q4_1)
 //   Q5    256 B nibbles, 64 B fifth bits,
 //                        half d[16]             w = d * (q - 16)     (GGUF Q5_0)
+//   Q5M   the same, then half m[16]             w = d * q + m        (GGUF Q5_1)
 //   Q8    512 B bytes,   half d[16]             w = d * q            (GGUF Q8_0, and the rest)
 //   MX4   256 B nibbles, half d[16]             w = d * e[q]         (GGUF MXFP4; kFp4 is e)
+//   L4    256 B nibbles, half d[16]             w = d * l[q]         (GGUF IQ4_NL; kLevels is l)
 //
 // Where 128 inputs share a scale and a zero point (GPTQ, AWQ), a tile is one block x four groups:
 //
@@ -26,6 +28,13 @@
 //   Q5K   the same scales, then for each group 256 B nibbles, 64 B fifth bits
 //   Q6K   half d[16], int8 s[8][2][16] (one for every 16 inputs), then for each group
 //         384 B sixes, 192 for every 16 inputs  w = (d s) (q - 32)   (GGUF Q6_K)
+//   L4K   half d[16], int8 s[8][16], then for each group
+//         256 B nibbles                         w = (d s) l[q]       (GGUF IQ4_XS)
+//   Q3K   the scales of Q6K, then for each group
+//         128 B twos, 64 B third bits           w = (d s) (q - 4)    (GGUF Q3_K)
+//   Q2K   half d[16], half m[16], 256 B nibbles s[8][2][16] (low) and o[8][2][16] (high), one of
+//         each for every 16 inputs, then for each group
+//         128 B twos                            w = (d s) q + (m o)  (GGUF Q2_K)
 //
 // Weights that are floats stay floats, and meet activations that are float32 (matmul_float.inl):
 //
@@ -34,7 +43,8 @@
 //   BF16  bfloat[16][16][2]  of inputs 2 j and 2 j + 1 and channel c at 32 j + 2 c
 //
 //   nibbles: byte 64 j + 4 c + b  = q of input 8 j + b (low) and 8 j + 4 + b (high), channel c
-//   fifth:   byte 4 c + b, bit j  = fifth bit of q of input 4 j + b, channel c
+//   fifth:   byte 4 c + b, bit j  = fifth bit of q of input 4 j + b, channel c; third bits likewise
+//   twos:    byte 64 p + 4 c + b, bits 2 k and 2 k + 1 = q of input 16 p + 4 k + b, channel c
 //   bytes:   byte 64 j + 4 c + b  = q of input 4 j + b, channel c
 //   sixes:   256 numbers of 6 bits in 192 B: the first 192 in the low bits of as many bytes; number
 //            192 + i in the high bits of bytes i, 64 + i, 128 + i (lowest first). Of quants, number
@@ -63,21 +73,39 @@ enum Format : int32_t {
     kQ4Z = 9,
     kMX4 = 10,
     kQ5 = 11,
+    kQ5M = 12,
+    kL4 = 13,
+    kL4K = 14,
+    kQ3K = 15,
+    kQ2K = 16,
 };
 
 // This header is compiled for several instruction sets. Nothing in it may be shared between
 // them by the linker: hence `static`, and always-inline members.
 #define FORERUN_MEMBER inline __attribute__((always_inline))
 
-static constexpr bool is_k_quant(int format) { return format >= kQ4K && format <= kQ6K; }
+static constexpr bool is_k_quant(int format) {
+    return (format >= kQ4K && format <= kQ6K) || (format >= kL4K && format <= kQ2K);
+}
 static constexpr bool is_float(int format) { return format >= kF32 && format <= kBF16; }
 // Whether a quant's fifth bit lies behind its group's nibbles.
-static constexpr bool has_fifths(int format) { return format == kQ5K || format == kQ5; }
+static constexpr bool has_fifths(int format) {
+    return format == kQ5K || format == kQ5 || format == kQ5M;
+}
+// Whether nibbles are places in a table.
+static constexpr bool has_table(int format) {
+    return format == kMX4 || format == kL4 || format == kL4K;
+}
+// How many parts of a group have scales of their own.
+static constexpr int group_parts(int format) {
+    return format == kQ6K || format == kQ3K || format == kQ2K ? 2 : 1;
+}
 // Whether a tile begins with its scales.
 static constexpr bool scales_first(int format) { return is_k_quant(format) || format == kQ4Z; }
 // Whether low, which is the sum of activations times something, is part of a product.
 static constexpr bool has_offset(int format) {
-    return format != kQ8 && format != kQ6K && format != kMX4 && format != kQ5;
+    return format == kQ4 || format == kQ4M || format == kQ4K || format == kQ5K || format == kQ4Z ||
+           format == kQ5M || format == kQ2K;
 }
 
 // Groups of a tile, the bytes of one group's quants, and those of a tile's scales.
@@ -89,15 +117,19 @@ static constexpr int group_bytes(int format) {
            : is_float(format) ? 1024
            : format == kQ8    ? 512
            : format == kQ6K   ? 384
+           : format == kQ3K   ? 192
+           : format == kQ2K   ? 128
            : has_fifths(format) ? 320
                               : 256;
 }
 static constexpr int scale_bytes(int format) {
-    return is_float(format)     ? 0
-           : format == kQ6K     ? 288
-           : is_k_quant(format) ? 256
-           : format == kQ4M || format == kQ4Z ? 64
-                                : 32;
+    return is_float(format)                     ? 0
+           : format == kQ6K || format == kQ3K ? 288
+           : format == kL4K                   ? 160
+           : format == kQ2K                   ? 320
+           : is_k_quant(format)               ? 256
+           : format == kQ4M || format == kQ4Z || format == kQ5M ? 64
+                                              : 32;
 }
 static constexpr int scales_at(int format) { return scales_first(format) ? 0 : group_bytes(format); }
 static constexpr int quants_at(int format) { return scales_first(format) ? scale_bytes(format) : 0; }
@@ -154,10 +186,19 @@ enum Source : int32_t {
     kFileQ4Z,    // of 128 numbers: half d, uint8 z, a byte unused, four times Q4_0's 16 bytes
     kFileMXFP4,  // of 32 numbers: an exponent e, d = 2^(e - 128) in a half's range, 16 bytes likewise
     kFileQ5_0,
+    kFileQ5_1,
+    kFileIQ4_NL,
+    kFileIQ4_XS,
+    kFileQ3_K,
+    kFileQ2_K,
 };
 
 // Twice the numbers of E2M1 (OCP Microscaling Formats 1.0, section 5.3.3).
 static constexpr int8_t kFp4[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+// What IQ4_NL and IQ4_XS multiply their scales by (ggml's kvalues_iq4nl).
+static constexpr int8_t kLevels[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                       1,    13,   25,  38,  53,  69,  89,  113};
+static constexpr const int8_t* table_of(int format) { return format == kMX4 ? kFp4 : kLevels; }
 
 // The format that keeps a file's numbers.
 int own_format(Source source);

@@ -122,10 +122,10 @@ FORERUN_INLINE void spread_nibbles(const uint8_t* quants, uint8_t* out) {
     }
 }
 
-// The same of E2M1: 12 more than twice what they stand for.
-FORERUN_INLINE void spread_fp4(const uint8_t* quants, uint8_t* out) {
-    const I8 numbers = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)forerun::kFp4));
-    const I8 table = _mm256_add_epi8(numbers, _mm256_set1_epi8(12));
+// The same of places in a table: the numbers there, `plus` larger.
+FORERUN_INLINE void spread_table(const uint8_t* quants, const int8_t* numbers, int plus, uint8_t* out) {
+    const I8 twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)numbers));
+    const I8 table = _mm256_add_epi8(twice, _mm256_set1_epi8((char)plus));
     spread_nibbles(quants, out);
 #pragma GCC unroll 16
     for (int i = 0; i < 512; i += 32) {
@@ -191,7 +191,8 @@ FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][
 // So many products of numbers up to Most fit 16 bits, two at a time.
 template <int R, int First, int Last, int Most>
 FORERUN_INLINE void dot_small(const uint8_t* bytes, const Group& x, I8 (&sum)[R][2]) {
-    constexpr int fit = 32767 / (2 * 127 * Most), step = fit >= 8 ? 8 : fit >= 4 ? 4 : 2;
+    constexpr int fit = 32767 / (2 * 127 * Most);
+    constexpr int step = fit >= 8 && Last - First >= 8 ? 8 : fit >= 4 ? 4 : 2;
     static_assert(fit >= 2, "two pairs of products must fit 16 bits");
     const I8 ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 4

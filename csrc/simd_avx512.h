@@ -118,12 +118,17 @@ FORERUN_INLINE I16 upper_nibbles16(I16 both) {
 FORERUN_INLINE I16 plus_sixteenth16(I16 sum, I16 high) {
     return _mm512_add_epi32(sum, _mm512_srai_epi32(high, 4));
 }
-// Bit J of every byte as bit 4, with the low nibbles of `a`.
+// Bit J of every byte of `bits` as bit To, with the bits of `a`.
+template <int J, int To>
+FORERUN_INLINE I16 with_bit16(I16 a, I16 bits) {
+    const I16 bit = J < To ? _mm512_slli_epi16(bits, J < To ? To - J : 0)
+                           : _mm512_srli_epi16(bits, J < To ? 0 : J - To);
+    return _mm512_ternarylogic_epi32(a, bit, _mm512_set1_epi8(1 << To), 0xf8);  // a | (bit & mask)
+}
+// Bits J and J + 1 of every byte.
 template <int J>
-FORERUN_INLINE I16 with_fifth16(I16 a, I16 fifth) {
-    const I16 bit = J < 4 ? _mm512_slli_epi16(fifth, J < 4 ? 4 - J : 0)
-                          : _mm512_srli_epi16(fifth, J < 4 ? 0 : J - 4);
-    return _mm512_ternarylogic_epi32(a, bit, _mm512_set1_epi8(16), 0xf8);  // a | (bit & 16)
+FORERUN_INLINE I16 two_bits16(I16 a) {
+    return _mm512_and_si512(J ? _mm512_srli_epi16(a, J) : a, _mm512_set1_epi8(3));
 }
 FORERUN_INLINE I16 low_sixes16(I16 a) { return _mm512_and_si512(a, _mm512_set1_epi8(63)); }
 // The bytes made of the two high bits of a, b and c, lowest first.
@@ -133,11 +138,10 @@ FORERUN_INLINE I16 high_bits16(I16 a, I16 b, I16 c) {
                                                _mm512_set1_epi8(12), 0xf8);
     return _mm512_ternarylogic_epi32(four, _mm512_srli_epi16(c, 2), _mm512_set1_epi8(48), 0xf8);
 }
-// 128 more than what nibbles stand for in E2M1, twice (kFp4).
-FORERUN_INLINE I16 fp4_plus_128(I16 nibbles) {
-    const __m128i table = _mm_loadu_si128((const __m128i*)forerun::kFp4);
-    const I16 found = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibbles);
-    return _mm512_xor_si512(found, _mm512_set1_epi8((char)0x80));
+// What stands in a table of 16 bytes at each nibble.
+FORERUN_INLINE I16 found_in16(const int8_t* table, I16 nibbles) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)table);
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), nibbles);
 }
 // Signed bytes as unsigned ones that are 128 larger.
 FORERUN_INLINE I16 plus_128(I16 bytes) {

@@ -142,9 +142,9 @@ FORERUN_INLINE void spread_nibbles(const uint8_t* quants, uint8_t* out) {
     }
 }
 
-// The same of E2M1: 12 more than twice what they stand for.
-FORERUN_INLINE void spread_fp4(const uint8_t* quants, uint8_t* out) {
-    const int8x16_t table = vaddq_s8(vld1q_s8(forerun::kFp4), vdupq_n_s8(12));
+// The same of places in a table: the numbers there, `plus` larger.
+FORERUN_INLINE void spread_table(const uint8_t* quants, const int8_t* numbers, int plus, uint8_t* out) {
+    const int8x16_t table = vaddq_s8(vld1q_s8(numbers), vdupq_n_s8((int8_t)plus));
     spread_nibbles(quants, out);
     for (int i = 0; i < 512; i += 16) {
         vst1q_s8((int8_t*)out + i, vqtbl1q_s8(table, vld1q_u8(out + i)));

@@ -142,10 +142,10 @@ static void spread_nibbles(const uint8_t* quants, uint8_t* out) {
     }
 }
 
-// The same of E2M1: 12 more than twice what they stand for.
-static void spread_fp4(const uint8_t* quants, uint8_t* out) {
+// The same of places in a table: the numbers there, `plus` larger.
+static void spread_table(const uint8_t* quants, const int8_t* numbers, int plus, uint8_t* out) {
     spread_nibbles(quants, out);
-    for (int i = 0; i < 512; i++) out[i] = (uint8_t)(forerun::kFp4[out[i]] + 12);
+    for (int i = 0; i < 512; i++) out[i] = (uint8_t)(numbers[out[i]] + plus);
 }
 
 // For channel c = 8 h + lane: sum[r][h] becomes the sum over 32 inputs of the channel's nibbles

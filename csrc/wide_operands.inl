@@ -11,8 +11,13 @@ using forerun::kLanes;
 using forerun::kQ4;
 using forerun::kQ4K;
 using forerun::kQ4M;
+using forerun::kQ2K;
+using forerun::kQ3K;
+using forerun::kL4;
+using forerun::kL4K;
 using forerun::kQ5;
 using forerun::kQ5K;
+using forerun::kQ5M;
 using forerun::kQ6K;
 using forerun::kMX4;
 using forerun::kQ4Z;
@@ -34,21 +39,22 @@ struct Scales {
     F16 d, m;
     const uint8_t* small;
 
-    // The scales of a group: d, or of Q6_K that of inputs from 16 p on.
+    // The scales of part `p` of a group.
     FORERUN_MEMBER F16 scale(int group, int p) const {
-        if (Format == kQ6K) {
-            return mul16(d, load_bytes_as_floats16<true>(small + 32 * group + 16 * p));
-        }
-        if (Format == kQ4K || Format == kQ5K) {
-            return mul16(d, load_bytes_as_floats16<false>(small + 16 * group));
+        if (forerun::is_k_quant(Format)) {
+            constexpr bool is_signed = !forerun::has_offset(Format);
+            return mul16(d, load_bytes_as_floats16<is_signed>(small + small_at<Format>(group, p)));
         }
         return load_half16(tile + forerun::scales_at(Format));
     }
-    FORERUN_MEMBER F16 offset(int group, F16 scale) const {
-        if (Format == kQ4K || Format == kQ5K) {
-            return mul16(m, load_bytes_as_floats16<false>(small + 128 + 16 * group));
+    FORERUN_MEMBER F16 offset(int group, int p, F16 scale) const {
+        if (forerun::is_k_quant(Format)) {
+            const uint8_t* offsets = small + kOffsets<Format> + small_at<Format>(group, p);
+            return forerun::has_offset(Format) ? mul16(m, load_bytes_as_floats16<false>(offsets)) : scale;
         }
-        if (Format == kQ4M) return load_half16(tile + forerun::scales_at(Format) + 32);
+        if (Format == kQ4M || Format == kQ5M) {
+            return load_half16(tile + forerun::scales_at(Format) + 32);
+        }
         if (Format == kQ4Z) return mul16(scale, load_bytes_as_floats16<true>(tile + 32));
         return mul16(scale, splat16(-8.0f));
     }
@@ -60,14 +66,14 @@ FORERUN_INLINE Scales<Format> scales_of(const uint8_t* tile, uint8_t* room) {
     scales.tile = tile;
     if (!forerun::is_k_quant(Format)) return scales;
     scales.d = load_half16(tile);
-    if (Format != kQ6K) scales.m = load_half16(tile + 32);
+    if (forerun::has_offset(Format)) scales.m = load_half16(tile + 32);
     scales.small = small_scales<Format>(tile, room);
     return scales;
 }
 
 // How many times four inputs a piece of the stored quants has.
 template <int Format>
-constexpr int kOperands = Format == kQ8 ? 1 : Format == kQ6K ? 4 : 2;
+constexpr int kOperands = Format == kQ8 ? 1 : forerun::group_parts(Format) == 2 ? 4 : 2;
 
 // Unsigned bytes of piece J of a group's quants: lane c of operand k has inputs 4 k to 4 k + 3.
 template <int Format, int J>
@@ -83,22 +89,33 @@ FORERUN_INLINE void load_operands(const uint8_t* quants, I16 (&w)[kOperands<Form
         return;
     }
     const I16 bytes = load_bytes16(quants + 64 * J);
+    if (Format == kQ2K || Format == kQ3K) {
+        const I16 third = load_bytes16(quants + (Format == kQ3K ? 128 : 0));
+        w[0] = two_bits16<0>(bytes), w[1 % (last + 1)] = two_bits16<2>(bytes);
+        w[2 % (last + 1)] = two_bits16<4>(bytes), w[last] = two_bits16<6>(bytes);
+        if (Format == kQ2K) return;
+        w[0] = with_bit16<4 * J % 8, 2>(w[0], third);
+        w[1 % (last + 1)] = with_bit16<(4 * J + 1) % 8, 2>(w[1 % (last + 1)], third);
+        w[2 % (last + 1)] = with_bit16<(4 * J + 2) % 8, 2>(w[2 % (last + 1)], third);
+        w[last] = with_bit16<(4 * J + 3) % 8, 2>(w[last], third);
+        return;
+    }
     w[0] = Format == kQ8 ? plus_128(bytes) : low_nibbles16(bytes);
     if (Format == kQ8) return;
     w[last] = high_nibbles16(bytes);
-    for (int k = 0; Format == kMX4 && k <= last; k++) w[k] = fp4_plus_128(w[k]);
+    for (int k = 0; forerun::has_table(Format) && k <= last; k++) {
+        w[k] = plus_128(found_in16(forerun::table_of(Format), w[k]));
+    }
     if (!forerun::has_fifths(Format)) return;
     const I16 fifth = load_bytes16(quants + 256);
-    w[0] = with_fifth16<2 * J % 8>(w[0], fifth);
-    w[last] = with_fifth16<(2 * J + 1) % 8>(w[last], fifth);
+    w[0] = with_bit16<2 * J % 8, 4>(w[0], fifth);
+    w[last] = with_bit16<(2 * J + 1) % 8, 4>(w[last], fifth);
 }
 
-// Where the sums of row r begin, so that weights stored larger than they are come out right.
+// Where the sums of row r begin. Operands of 8 bits and of tables are 128 larger than what they stand for.
 template <int Format>
 FORERUN_INLINE int32_t first_sum(const Group& lanes, int r, int half) {
-    if (Format == kQ6K) return lanes.excess32[r % kLanes][half];
-    if (Format == kQ5) return lanes.excess[r % kLanes] / 8;  // -16 times the sum
-    return Format == kQ8 || Format == kMX4 ? lanes.excess[r % kLanes] : 0;
+    return Format == kQ8 ? lanes.excess[r % kLanes] : first_sum_of<Format>(lanes, r % kLanes, half, 128);
 }
 
 // One row's result of a block, or what of it there are channels for, to where it goes.

@@ -70,9 +70,6 @@ gguf package does not convert these.
 NAMES = {storage.number: name for name, storage in STORAGE.items()}
 """Names of storage types by their numbers in files."""
 
-IQ4_NL_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-"""Values of the 16 numbers of IQ4_NL, before the block's scale."""
-
 
 def floats_of(kind: str, rows: NDArray[np.uint8]) -> Floats:
     """Convert rows uint8[n,bytes of a row], contiguous, of a readable type to float32[n,K]."""

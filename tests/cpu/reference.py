@@ -15,8 +15,9 @@ from tests.references.gated_delta import Recurrence
 
 GROUP = 32
 FLOATS = ("F32", "F16", "BF16")
-KEPT = (*FLOATS, "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q5_0", "IQ4_NL")
-"""Storage whose numbers the core keeps, the last in more bytes."""
+KEPT = (*FLOATS, "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q5_0")
+KEPT += ("Q5_1", "IQ4_NL", "IQ4_XS", "Q3_K", "Q2_K")
+"""Storage whose numbers the core keeps."""
 
 
 def quantised(x):

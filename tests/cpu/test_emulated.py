@@ -15,7 +15,7 @@ from tests.cpu.test_build import compiler_tool
 from tests.cpu.test_products import FOUR_BITS, K_QUANTS, NUMBERS, matrix_of, multiply
 from tests.shape.tree import ROOT
 
-QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q8_0", *K_QUANTS, *FOUR_BITS)
+QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *K_QUANTS, *FOUR_BITS)
 PACKING = ("quant", "k_quants", "make_q4_k")
 """Sources of csrc that a matrix is packed by."""
 

@@ -11,10 +11,17 @@ from forerun.executors.cpu.few_bits import rows_of_bytes, rows_of_tiles
 from tests.covering import every, some_of
 from tests.cpu.reference import quantised
 
-SOURCES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "F32": 3, "F16": 4, "BF16": 5, "Q5_0": 11}
+SOURCES = {"Q4_0": 0, "Q4_1": 1, "Q8_0": 2, "F32": 3, "F16": 4, "BF16": 5, "Q5_0": 11, "Q5_1": 12}
 FLOATS = ("F32", "F16", "BF16")
-K_QUANTS = {"Q4_K": (6, 144, 2), "Q5_K": (7, 176, 2), "Q6_K": (8, 210, 1)}
-"""Number, bytes of a block of 256, and how many halves of scales it has."""
+K_QUANTS = {
+    "Q4_K": (6, 144, slice(0, 4)),
+    "Q5_K": (7, 176, slice(0, 4)),
+    "Q6_K": (8, 210, slice(208, 210)),
+    "IQ4_XS": (14, 136, slice(0, 2)),
+    "Q3_K": (15, 110, slice(108, 110)),
+    "Q2_K": (16, 84, slice(80, 84)),
+}
+"""Number, bytes of a block of 256, and which of them are float16 scales."""
 
 
 def stored(weight, kind):
@@ -24,7 +31,7 @@ def stored(weight, kind):
     return np.ascontiguousarray(raw).view(np.uint8), dequantize(raw, quant)
 
 
-FOUR_BITS = {"integers": 9, "MXFP4": 10}
+FOUR_BITS = {"integers": 9, "MXFP4": 10, "IQ4_NL": 13}
 """4 bits that no type of ggml's quantisers writes."""
 
 NUMBERS = SOURCES | FOUR_BITS | {name: entry[0] for name, entry in K_QUANTS.items()}
@@ -40,6 +47,12 @@ def four_bit_rows(random, kind, channels, inputs):
         meant = dequantize(raw, GGMLQuantizationType["MXFP4"])
         groups = meant.reshape(channels, -1, 32)
         scale = np.exp2(raw.reshape(channels, -1, 17)[..., 0] - np.float32(128))
+    elif kind == "IQ4_NL":
+        raw = random.integers(0, 256, (channels, inputs // 32, 18), dtype=np.uint8)
+        halves = random.uniform(0.001, 0.01, raw.shape[:2]).astype(np.float16)
+        raw[..., :2] = halves[..., None].view(np.uint8)
+        raw, scale = raw.reshape(channels, -1), halves.astype(np.float32)
+        groups = dequantize(raw, GGMLQuantizationType["IQ4_NL"]).reshape(channels, -1, 32)
     else:
         group = 128
         scales = random.uniform(0.001, 0.01, (channels, inputs // group)).astype(np.float16)
@@ -55,7 +68,7 @@ def four_bit_rows(random, kind, channels, inputs):
     return raw, groups.reshape(channels, inputs), eight.reshape(channels, -1)
 
 
-GROUP_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q5_0": 22}
+GROUP_BYTES = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24}
 """Kinds whose groups of 32 inputs have each a scale, and the bytes of one."""
 
 INSTRUCTION_SETS = native.KERNELS[:-1]  # Compared with plain C++.
@@ -169,11 +182,10 @@ def test_plain_code_gives_the_same_bits(random, kind, rows):
 
 def k_quantised(random, kind, channels, inputs):
     """uint8[channels, bytes of a row]"""
-    _, size, halves = K_QUANTS[kind]
+    _, size, at = K_QUANTS[kind]
     shape = (channels, inputs // 256)
     raw = random.integers(0, 256, (*shape, size), dtype=np.uint8)
-    at = slice(0, 2 * halves) if halves == 2 else slice(size - 2, size)
-    scales = random.uniform(0.001, 0.01, (*shape, halves)).astype(np.float16)
+    scales = random.uniform(0.001, 0.01, (*shape, (at.stop - at.start) // 2)).astype(np.float16)
     raw[..., at] = scales.view(np.uint8).reshape(*shape, -1)
     return raw.reshape(channels, -1)
 
@@ -209,9 +221,11 @@ def groups_of(raw, kind):
             continue
         nibbles = body[:, -16:]
         numbers = np.concatenate([nibbles & 15, nibbles >> 4], 1).astype(np.int64)
+        if kind in ("Q5_0", "Q5_1"):
+            fifths = np.unpackbits(body[:, -20:-16], axis=1, bitorder="little").astype(np.int64)
+            numbers += 16 * fifths
         if kind == "Q5_0":
-            fifths = np.unpackbits(body[:, 2:6], axis=1, bitorder="little").astype(np.int64)
-            yield numbers + 16 * fifths - 16, scale, 0 * scale
+            yield numbers - 16, scale, 0 * scale
             continue
         yield numbers, scale, scale * np.float32(-8) if kind == "Q4_0" else halves[:, 1]
 
@@ -247,7 +261,7 @@ def test_k_quants(random, kind, kernels):
     expected = quantised(x.astype(np.float32)) @ weight.T.astype(np.float64)
     product = multiply(kernels, kind, raw, 40, x)
     # The two parts of a weight with an offset are added up apart.
-    size = np.abs(x).sum(-1, keepdims=True) * 0.01 * 64 * 32
+    size = np.abs(x).sum(-1, keepdims=True) * 0.01 * 64 * 63
     assert np.all(np.abs(product - expected) <= 2e-6 * size)
 
 
@@ -260,7 +274,7 @@ def test_four_bits_that_ggml_does_not_write(random, kind, kernels):
     # The two parts of a weight with a zero point are added up apart.
     size = np.abs(x).sum(-1, keepdims=True) * np.abs(weight).max() * 2
     assert np.all(np.abs(product - quantised(x) @ weight.T.astype(np.float64)) <= 2e-6 * size)
-    if kind == "MXFP4":  # The same integers, and the same order of float32.
+    if kind != "integers":  # The same integers, and the same order of float32.
         assert np.array_equal(product, multiply(kernels, "Q8_0", eight, 40, x))
 
 
@@ -305,10 +319,9 @@ def test_extreme_integers_that_are_spread_do_not_overflow(random, kernels, kind,
         raw = np.full((16, 8, 17), 0x77 if fill else 0xFF, np.uint8)  # 12 and -12
         raw[..., 0] = 127
     else:
-        _, size, halves = K_QUANTS[kind]
+        _, size, at = K_QUANTS[kind]
         raw = np.full((16, 1, size), fill, np.uint8)
-        at = slice(0, 4) if halves == 2 else slice(size - 2, size)
-        raw[..., at] = np.full(halves, 1e-3, np.float16).view(np.uint8)
+        raw[..., at] = np.full((at.stop - at.start) // 2, 1e-3, np.float16).view(np.uint8)
     raw = raw.reshape(16, -1)
     weight = dequantize(raw, GGMLQuantizationType[kind]).astype(np.float64)
     for x in (np.ones((12, 256)), -np.ones((4, 256)), random.choice([-1.0, 1.0], (12, 256))):

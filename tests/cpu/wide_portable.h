@@ -133,14 +133,18 @@ static I16 upper_nibbles16(I16 both) { return bytes(both, [](uint8_t a) { return
 static I16 plus_sixteenth16(I16 sum, I16 high) {
     return words([&](int i) { return sum.of[i] + high.of[i] / 16; });
 }
-template <int J>
-static I16 with_fifth16(I16 a, I16 fifth) {
-    uint8_t low[64], bits[64];
+template <int J, int To>
+static I16 with_bit16(I16 a, I16 bits) {
+    uint8_t low[64], from[64];
     memcpy(low, a.of, 64);
-    memcpy(bits, fifth.of, 64);
-    for (int i = 0; i < 64; i++) low[i] |= (bits[i] >> J & 1) << 4;
+    memcpy(from, bits.of, 64);
+    for (int i = 0; i < 64; i++) low[i] |= (from[i] >> J & 1) << To;
     memcpy(a.of, low, 64);
     return a;
+}
+template <int J>
+static I16 two_bits16(I16 a) {
+    return bytes(a, [](uint8_t byte) { return byte >> J & 3; });
 }
 static I16 low_sixes16(I16 a) { return bytes(a, [](uint8_t byte) { return byte & 63; }); }
 static I16 high_bits16(I16 a, I16 b, I16 c) {
@@ -154,8 +158,8 @@ static I16 high_bits16(I16 a, I16 b, I16 c) {
     memcpy(a.of, from[0], 64);
     return a;
 }
-static I16 fp4_plus_128(I16 all) {
-    return bytes(all, [](uint8_t a) { return forerun::kFp4[a] ^ 0x80; });
+static I16 found_in16(const int8_t* table, I16 nibbles) {
+    return bytes(nibbles, [table](uint8_t a) { return table[a]; });
 }
 static I16 plus_128(I16 all) { return bytes(all, [](uint8_t a) { return a ^ 0x80; }); }
 

@@ -4,9 +4,9 @@
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import IQ4_NL, dequantize
+from gguf.quants import dequantize
 
-from forerun.checkpoints.ggml import IQ4_NL_LEVELS, NAMES, STORAGE, UNREADABLE, floats_of
+from forerun.checkpoints.ggml import NAMES, STORAGE, UNREADABLE, floats_of
 from tests.worlds.servers import run_program
 
 
@@ -17,7 +17,6 @@ def test_the_table_is_that_of_the_package():
     assert {name: number for number, name in NAMES.items()} == {
         name: storage.number for name, storage in STORAGE.items()
     }
-    assert tuple(IQ4_NL.kvalues) == IQ4_NL_LEVELS
 
 
 @pytest.mark.parametrize("kind", GGMLQuantizationType, ids=lambda kind: kind.name)

@@ -3,7 +3,6 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from forerun.checkpoints.ggml import IQ4_NL_LEVELS
 from forerun.checkpoints.mapped import FourBits
 from forerun.errors import ModelError
 
@@ -43,24 +42,6 @@ def rows_of_bytes(matrix: FourBits) -> NDArray[np.uint8]:
     zeros = np.repeat(matrix.zeros, matrix.group, 1)
     packed[..., 2:] = (matrix.numbers - zeros).reshape(rows, -1, _GROUP)
     return packed.reshape(rows, -1)
-
-
-_LEVELS = np.array(IQ4_NL_LEVELS, np.int8)
-
-
-def rows_of_levels(rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Convert rows uint8[rows,bytes] of IQ4_NL (18 bytes per 32 inputs: a float16 scale, 32 4-bit
-    indices of levels) to Q8_0 with the same values.
-
-    Returns uint8[rows, 34 * inputs / 32].
-    """
-    blocks = np.ascontiguousarray(rows).reshape(len(rows), -1, 18)
-    packed = np.empty((*blocks.shape[:2], 34), np.uint8)
-    packed[..., :2] = blocks[..., :2]
-    levels = _LEVELS.view(np.uint8)
-    packed[..., 2:18] = levels[blocks[..., 2:] & 15]
-    packed[..., 18:] = levels[blocks[..., 2:] >> 4]
-    return packed.reshape(len(rows), -1)
 
 
 def check_fp4(rows: NDArray[np.uint8], name: str) -> None:

@@ -1,10 +1,10 @@
 """Packs a checkpoint's tensors into the compiled core, in the formats of csrc/quant.h.
 
-Floats, Q4_0, Q4_1, Q5_0, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4 and 4-bit integers in groups of 128 keep the
-file's own numbers exactly, in as many bytes; smaller groups and IQ4_NL keep them in 8 bits. Other
-quantised formats become 8 bits in groups of 32: symmetric, scale = largest / 127 as a float16,
-rounded to nearest. If `dtype` requests it, floats become the same, or 4 bits (16 steps from a
-group's smallest number to its largest), or Q4_K by ggml's rule (csrc/make_q4_k.cpp).
+The formats of _KINDS keep the file's own numbers exactly, in as many bytes; 4-bit integers in
+groups below 128 keep them in 8 bits. Other quantised formats become 8 bits in groups of 32:
+symmetric, scale = largest / 127 as a float16, rounded to nearest. If `dtype` requests it, floats
+become the same, or 4 bits (16 steps from a group's smallest number to its largest), or Q4_K by
+ggml's rule (csrc/make_q4_k.cpp).
 """
 
 import ctypes
@@ -20,13 +20,7 @@ from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ModelError
 from forerun.executors.cpu import native
-from forerun.executors.cpu.few_bits import (
-    TILE,
-    check_fp4,
-    rows_of_bytes,
-    rows_of_levels,
-    rows_of_tiles,
-)
+from forerun.executors.cpu.few_bits import TILE, check_fp4, rows_of_bytes, rows_of_tiles
 from forerun.executors.cpu.latent import ABSORBED, absorbed, in_kind
 from forerun.executors.cpu.places import Place, layer_kind, matrices, routes, vectors
 from forerun.networks.arch import Architecture
@@ -46,13 +40,17 @@ _KINDS = {
     "4-bit integers": (9, 128, 68),
     "MXFP4": (10, 32, 17),
     "Q5_0": (11, 32, 22),
+    "Q5_1": (12, 32, 24),
+    "IQ4_NL": (13, 32, 18),
+    "IQ4_XS": (14, 256, 136),
+    "Q3_K": (15, 256, 110),
+    "Q2_K": (16, 256, 84),
 }
 """ggml's name -> `Source` of csrc/quant.h, elements in a block, bytes of a block."""
 _INT4 = "4-bit integers"
 """One scale and zero point for 128 inputs, or a multiple of that (GPTQ, AWQ)."""
 _SMALL_INT4 = "4-bit integers in groups below 128"
-"""Stored as 8 bits with the same values; so is _LEVELS."""
-_LEVELS = "IQ4_NL"
+"""Stored as 8 bits with the same values."""
 _FLOATS = ("F32", "F16", "BF16")
 BYTES = 2
 """`Format` of 8 bits in groups of 32."""
@@ -162,7 +160,7 @@ def sentence(checkpoint: Checkpoint, dtype: str) -> str:
     unchanged = sorted(kinds & _KINDS.keys() - (names.keys() if parts else set()))
     parts += [f"{', '.join(unchanged)} as in the file"] if unchanged else []
     other = kinds - _KINDS.keys()
-    same = other & {_SMALL_INT4, _LEVELS}
+    same = other & {_SMALL_INT4}
     parts += [f"{', '.join(sorted(other - same))} made q8_0"] if other - same else []
     parts += [f"{', '.join(sorted(same))} as the same numbers in 8 bits"] if same else []
     return f"weights {', '.join(parts)}, activations 8 bits in groups of 32"
@@ -313,8 +311,6 @@ class Packer:
             if kind == "MXFP4":
                 check_fp4(rows, name)
             return kind, rows
-        if packed is not None and kind == _LEVELS and not routes(place):
-            return "Q8_0", rows_of_levels(packed.rows)
         if kind == _INT4 or (kind == _SMALL_INT4 and not routes(place)):
             assert isinstance(self._checkpoint, InFourBits)
             matrix = self._checkpoint.four_bits(name)
