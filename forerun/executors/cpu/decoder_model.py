@@ -20,7 +20,7 @@ from forerun.types import Ints
 
 
 class CpuDecoderModel(CpuDraftModel):
-    """DraftModel on the compiled core, with the 4 to 8 bits of its own file; floats become 8 bits.
+    """DraftModel on the compiled core, with the 2 to 8 bits of its own file; floats become 8 bits.
 
     It reads tokens only. Each row's root runs as one more node, and its keys and values are stored
     by slot until the target has decided the next token.
