@@ -1,9 +1,8 @@
-"""The servers that `bench/peers/over_http.py` measures: how each is started.
+"""Starts the servers that `bench/peers/over_http.py` measures.
 
-Every one serves the OpenAI chat API on a free port of this machine, in the configuration that its
-own documentation gives for the number of streams: as many threads as it is told, room for all
-streams at once, attention and the numbers of the key/value cache as it chooses by itself. No prompt
-is kept for another request.
+Each serves the OpenAI chat API on a free port of this machine, in the configuration that its own
+documentation gives for the number of streams: the given threads, room for all streams at once, and
+its default attention and key/value cache. No prompt is kept for another request.
 """
 
 import os
@@ -28,7 +27,7 @@ START_SECONDS = 900.0
 
 @dataclass(frozen=True)
 class Job:
-    """What a server is to serve.
+    """The model and load that a server is started for.
 
     gguf, folder  the same model as one file and as dequantised safetensors
     streams       requests at once, at most
@@ -46,10 +45,9 @@ class Job:
 class Server:
     """A server in one configuration.
 
-    kind     which command starts it, in the environment of that name, or in this one where there is
-             none
+    kind     selects the command, and the environment of that name if there is one
     flags    of the command line, besides those of its kind
-    streams  more it is not asked for; None = any number
+    streams  the most that it is measured with; None = any number
     once     started once a round for all numbers of streams, because that takes a minute
     """
 
@@ -72,12 +70,14 @@ SERVERS = (
 
 
 def command(server: Server, job: Job, port: int) -> list[str]:
-    """The command line that serves `job` on a port of 127.0.0.1. Installs or builds on demand."""
+    """Return the command line that serves `job` on a port of 127.0.0.1. Installs or builds what is
+    missing.
+    """
     local = ["--host", "127.0.0.1", "--port", str(port), *server.flags]
     threads = str(job.threads)
     if server.kind in SOURCES:
-        # A slot per stream, each with a cache of its own. A prompt is read anew: llama.cpp is told
-        # so here, ik_llama.cpp by its requests (`fields`).
+        # A slot per stream, each with a cache of its own. Prompts are not cached: llama.cpp has an
+        # option for that, ik_llama.cpp a field of requests (`fields`).
         slots = ["-np", str(job.streams), "-c", str(job.streams * job.context), "-cram", "0"]
         if server.kind == "llama.cpp":
             slots += ["--no-kv-unified", "--no-cache-prompt", "--no-webui"]
@@ -104,26 +104,26 @@ def command(server: Server, job: Job, port: int) -> list[str]:
 
 
 def has_vnni() -> bool:
-    """Whether ik_llama.cpp's flash attention can be used: without AVX-VNNI its process ends at an
+    """Return whether ik_llama.cpp's flash attention can be used: without AVX-VNNI its process ends at an
     assertion (S > 0; 0.1.5), which is why its Python package leaves it off there.
     """
     return "avx_vnni" in Path("/proc/cpuinfo").read_text()
 
 
 def fields(server: Server) -> dict[str, bool]:
-    """What a request to this server says besides what all say."""
+    """Return the fields that requests to this server have besides those of all."""
     return {"cache_prompt": False} if server.kind == "ik_llama.cpp" else {}
 
 
 def environment(server: Server) -> Path:
-    """The interpreter that has the server's packages; installs them on first use."""
+    """Return the interpreter that has the server's packages; installs them on first use."""
     return interpreter(server.kind) if server.kind in ENVIRONMENTS else Path(sys.executable)
 
 
 def variables(server: Server, job: Job) -> dict[str, str]:
-    """Of the environment. vLLM keeps a processor for itself unless it is told which to use, and its
-    documentation wants two libraries loaded first: Intel's OpenMP, which comes with it, and
-    tcmalloc (Debian's libtcmalloc-minimal4), which is left out where this machine lacks it.
+    """Return environment variables. vLLM reserves a processor for itself unless the processors are
+    named, and its documentation wants two libraries loaded first: Intel's OpenMP, which comes with
+    it, and tcmalloc (Debian's libtcmalloc-minimal4), which is left out if this machine lacks it.
     """
     if server.kind != "vllm":
         return {}
@@ -135,9 +135,10 @@ def variables(server: Server, job: Job) -> dict[str, str]:
 
 @contextmanager
 def running(server: Server, job: Job) -> Iterator[tuple[str, float]]:
-    """A started server: its /v1 address, and the seconds until it was ready.
+    """Start a server; yields its /v1 address and the seconds until it was ready. Stops it at the
+    end.
 
-    Raises RuntimeError, with the end of its log, where it does not come up.
+    Raises RuntimeError, with the end of its log, if it does not start.
     """
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
