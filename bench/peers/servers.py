@@ -104,8 +104,8 @@ def command(server: Server, job: Job, port: int) -> list[str]:
 
 
 def has_vnni() -> bool:
-    """Return whether ik_llama.cpp's flash attention can be used: without AVX-VNNI its process ends at an
-    assertion (S > 0; 0.1.5), which is why its Python package leaves it off there.
+    """Return whether ik_llama.cpp's flash attention can be used: without AVX-VNNI its process ends
+    at an assertion (S > 0; 0.1.5), which is why its Python package leaves it off there.
     """
     return "avx_vnni" in Path("/proc/cpuinfo").read_text()
 
