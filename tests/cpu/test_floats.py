@@ -6,10 +6,12 @@ import torch
 
 from forerun.build.registry import EXECUTORS
 from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.gguf.file import GgufCheckpoint
 from forerun.errors import ConfigError
 from forerun.executors.cpu import CpuExecutor
 from forerun.options.config import EngineConfig
-from tests.cpu.test_logits import distance, fp32, logits_of
+from tests.cpu.reference import forward
+from tests.cpu.test_logits import SAME, distance, fp32, logits_of
 from tests.models import tiny
 from tests.parity.driver import Driver, Row, as_draft, limits
 
@@ -69,8 +71,16 @@ def test_it_says_what_the_weights_are(executor, folder, checkpoint):
     facts = executor(checkpoint("llama", "Q4_1")).describe()
     assert facts["dtype"] == "weights Q4_1 as in the file, activations 8 bits in groups of 32"
     assert facts["cache_dtype"] == "float16"
-    facts = executor(checkpoint("llama", "Q5_1")).describe()
-    assert facts["dtype"] == "weights Q5_1 made q8_0, activations 8 bits in groups of 32"
+
+
+def test_quants_without_a_format_of_their_own_become_eight_bits(executor, random, tmp_path):
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    hf = tiny.model("llama", num_attention_heads=4, num_hidden_layers=1, **sizes)
+    source = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", "TQ2_0"))
+    made, tokens = executor(source), random.integers(0, tiny.VOCAB, 30)
+    dtype = "weights TQ2_0 made q8_0, activations 8 bits in groups of 32"
+    assert made.describe()["dtype"] == dtype
+    assert distance(logits_of(made, tokens), forward(source, tokens)) < SAME
 
 
 @pytest.mark.parametrize(("dtype", "bits", "off"), [("q8_0", 8.5, 0.07), ("q4_1", 5, 0.6)])
