@@ -136,6 +136,13 @@ def test_seeds_and_stops_reach_the_sampler(capsys):
     assert capsys.readouterr().out == "dj\n"
 
 
+WRONG = (
+    *("fly", "run --pages 1", "run Hi --top-k x", "bench", "bench --launch --concurrency 0"),
+    *("bench --launch --url u", "bench --launch --repeats 0", "eval --tokens 0"),
+    *("eval --temperatures warm", "prove --temperatures 0,nan"),
+)
+
+
 @pytest.mark.parametrize(
     ("line", "code", "says"),
     [
@@ -170,6 +177,7 @@ def test_seeds_and_stops_reach_the_sampler(capsys):
             2,
             "--start-from belongs to --method eagle3 or eagle, not to table",
         ),
+        *((line.split(), 2, "") for line in WRONG),
     ],
 )
 def test_errors_are_one_sentence_and_an_exit_code(line, code, says, capsys):
@@ -177,20 +185,7 @@ def test_errors_are_one_sentence_and_an_exit_code(line, code, says, capsys):
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("forerun: ") and says in err
-    assert "Traceback" not in err and len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    "line", [["fly"], ["run", "--pages", "1"], ["run", "Hi", "--top-k", "x"], ["bench"],
-             ["bench", "--launch", "--concurrency", "0"], ["bench", "--launch", "--url", "u"],
-             ["bench", "--launch", "--repeats", "0"], ["eval", "--tokens", "0"],
-             ["eval", "--temperatures", "warm"], ["prove", "--temperatures", "0,nan"]]
-)  # fmt: skip
-def test_a_wrong_command_line_is_code_two(line, capsys):
-    assert main(line) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("forerun: ") and "usage" not in err
-    assert len(err.splitlines()) == 1
+    assert "Traceback" not in err and "usage" not in err and len(err.splitlines()) == 1
 
 
 def test_forerun_alone_prints_help(capsys):
@@ -372,22 +367,16 @@ FULL = Path("/dev/full")
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="this system has no full device")
-def test_a_full_disk_is_said():
-    with FULL.open("w") as full:
-        command = [sys.executable, "-m", "forerun", "run", "Hi", "--model", "toy"]
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
-    assert done.returncode == 141
-    assert "the output cannot be written: No space left on device" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.skipif(not FULL.exists(), reason="this system has no limits of files' sizes")
-def test_a_file_that_may_not_grow_is_said(tmp_path):
+@pytest.mark.parametrize(
+    ("before", "out", "error"),
+    [("", FULL, "No space left on device"), ("ulimit -f 0; ", "out", "File too large")],
+)
+def test_an_output_that_cannot_be_written_is_said(tmp_path, before, out, error):
     command = [sys.executable, "-m", "forerun", "run", "Hi", "--model", "toy"]
-    limited = ["sh", "-c", f"ulimit -f 0; exec {shlex.join(command)} > out"]
-    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, check=False)
+    line = ["sh", "-c", f"{before}exec {shlex.join(command)} > {out}"]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 141
-    assert "the output cannot be written: File too large" in done.stderr
+    assert f"the output cannot be written: {error}" in done.stderr
     assert "Traceback" not in done.stderr
 
 

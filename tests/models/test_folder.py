@@ -370,19 +370,18 @@ def test_missing_experts_are_named_as_the_file_has_them(tmp_path):
         FolderCheckpoint(tmp_path)
 
 
-def test_a_fused_matrix_of_the_wrong_height_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("part", "rows", "named"),
+    [
+        ("qkv_proj", 127, r"qkv_proj\.weight is \[127, 64\], not \[128, 64\]"),
+        ("q_proj", 64, r"unexpected model\.layers\.0\.self_attn\.q_proj"),
+    ],
+)
+def test_a_fused_matrix_of_another_height_and_two_layouts_are_named(tmp_path, part, rows, named):
     tiny.save_folder(tiny.model("phi3"), tmp_path)
-    name = "model.layers.0.self_attn.qkv_proj.weight"
-    rewrite(tmp_path, lambda tensors: tensors.update({name: tensors[name][:-1]}))
-    with pytest.raises(ModelError, match=r"qkv_proj\.weight is \[127, 64\], not \[128, 64\]"):
-        FolderCheckpoint(tmp_path)
-
-
-def test_names_of_two_layouts_at_once_are_refused(tmp_path):
-    tiny.save_folder(tiny.model("phi3"), tmp_path)
-    more = {"model.layers.0.self_attn.q_proj.weight": np.ones((64, 64), np.float32)}
-    rewrite(tmp_path, lambda tensors: tensors.update(more))
-    with pytest.raises(ModelError, match=r"unexpected model\.layers\.0\.self_attn\.q_proj"):
+    weight = {f"model.layers.0.self_attn.{part}.weight": np.ones((rows, 64), np.float32)}
+    rewrite(tmp_path, lambda tensors: tensors.update(weight))
+    with pytest.raises(ModelError, match=named):
         FolderCheckpoint(tmp_path)
 
 

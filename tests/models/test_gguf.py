@@ -201,19 +201,17 @@ def test_gemma_2_is_that_of_transformers(unsaid, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "scale"),
-    [({}, 16**-0.5), ({"num_hidden_layers": 46, "intermediate_size": 8}, (64 // 4) ** -0.5)],
+    ("make", "changes", "scale"),
+    [
+        (gemma_2, {}, 16**-0.5),
+        (gemma_2, {"num_hidden_layers": 46, "head_dim": 8}, (64 // 4) ** -0.5),
+        (gemma, {"num_hidden_layers": 62, "hidden_size": 32}, (32 // 4) ** -0.5),
+    ],
 )
-def test_scores_of_gemma_2_of_46_layers_are_scaled_by_the_hidden_size(changes, scale, tmp_path):
-    changes = changes | {"head_dim": 8} if changes else {}
-    arch = GgufCheckpoint(tiny.write_gguf(gemma_2(**changes), tmp_path / "x.gguf")).architecture
-    assert {spec.attention.scale for spec in arch.layer_specs} == {scale}
-
-
-def test_gemma_3_of_62_layers_scales_its_scores_by_the_hidden_size(tmp_path):
-    hf = gemma(num_hidden_layers=62, hidden_size=32, intermediate_size=8)
+def test_scores_of_deep_gemmas_are_scaled_by_the_hidden_size(make, changes, scale, tmp_path):
+    hf = make(**changes | ({"intermediate_size": 8} if changes else {}))
     arch = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf")).architecture
-    assert {spec.attention.scale for spec in arch.layer_specs} == {(32 // 4) ** -0.5}
+    assert {spec.attention.scale for spec in arch.layer_specs} == {scale}
 
 
 def test_a_gemma_3_without_windows(tmp_path):
