@@ -1,4 +1,4 @@
-// Floats as Q4_K, by ggml's rule of the format: the twin of tests/twins/q4_k.py, which says what it
+// Floats as Q4_K, by ggml's rule of the format: the twin of tests/references/q4_k.py, which says what it
 // is. The eight groups of 256 numbers are worked on side by side; every sum goes over a group's
 // numbers one after the other, so that both twins, and llama.cpp, give the same bytes.
 #include <cmath>

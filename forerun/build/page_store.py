@@ -40,6 +40,7 @@ OTHER = ("generation_config.json", "chat_template.json")
 """Files of a model that do not affect keys and values."""
 OTHER_SETTINGS = {
     *("model", "revision", "chat_template", "sampling_defaults", "kv_store", "kv_store_size"),
+    "sampling_override",
     *("context", "kv_tokens", "mem_fraction_static", "max_waiting"),
 }
 """Fields of EngineConfig that do not affect costs, or follow from the free memory."""

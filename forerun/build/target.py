@@ -151,8 +151,16 @@ def _open_toy(config: EngineConfig) -> Target:
         memory=memory,
         costs=_costs(config, executor) if _priced(config) else None,
         compiler=open_compiler(tokenizer),
-        sampling={"temperature": 0.0} if config.sampling_defaults == "model" else {},
+        sampling=_sampling(config, {"temperature": 0.0}),
     )
+
+
+def _sampling(config: EngineConfig, recommended: Mapping[str, float]) -> dict[str, float]:
+    """Return the sampling parameters of requests that set none: the model's unless the options
+    exclude them, and those that the options override.
+    """
+    usual = recommended if config.sampling_defaults == "model" else {}
+    return {**usual, **config.overridden_sampling}
 
 
 def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
@@ -202,7 +210,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         memory=memory,
         costs=_prepared_costs(config, executor, draft, drafts, progress, model),
         compiler=open_compiler(model.tokenizer),
-        sampling=model.sampling if config.sampling_defaults == "model" else {},
+        sampling=_sampling(config, model.sampling),
         family=arch.family,
         parameters=arch.parameters,
         network=f"{arch} {drafts and drafts.traits.name} {draft and draft.cache}",

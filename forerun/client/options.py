@@ -34,6 +34,7 @@ class EngineArgs(TypedDict, total=False):
     chat_template: str | None
     chat_template_kwargs: str | None
     sampling_defaults: str
+    sampling_override: tuple[str, ...]
     executor: str
     device: str
     tp_size: int

@@ -170,6 +170,33 @@ def gpu(where: str, text: str) -> dict[str, Any]:
     return {"device": f"cuda:{text}"}
 
 
+def sampling_default(name: str) -> Callable[[str, str], dict[str, Any]]:
+    """Return a reader of the default value of the sampling parameter `name`."""
+
+    def read(where: str, text: str) -> dict[str, Any]:
+        return {"sampling_override": (f"{name}={text}",)}
+
+    return read
+
+
+def sampling_object(where: str, text: str) -> dict[str, Any]:
+    """Return the fields for a JSON object of sampling parameters. Raises ConfigError if `text` is
+    no object.
+    """
+    values = _json_object(where, text)
+    return {"sampling_override": tuple(f"{name}={value}" for name, value in values.items())}
+
+
+def _json_object(where: str, text: str) -> dict[str, Any]:
+    try:
+        keys = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where} takes a JSON object, but this is none: {error}.") from error
+    if not isinstance(keys, dict):
+        raise ConfigError(f"{where} takes a JSON object, not {text!r}.")
+    return keys
+
+
 METHODS = {
     "ngram": "NGRAM",
     "ngram_gpu": "NGRAM",
@@ -201,14 +228,8 @@ def speculative_config(where: str, text: str) -> dict[str, Any]:
     """Return the fields for vLLM's speculative_config, a JSON object. Raises ConfigError, with the
     reason, if `text` is no object, and for unknown or unsupported keys and methods.
     """
-    try:
-        keys = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{where} takes a JSON object, but this is none: {error}.") from error
-    if not isinstance(keys, dict):
-        raise ConfigError(f"{where} takes a JSON object, not {text!r}.")
     values: dict[str, Any] = {}
-    for key, value in keys.items():
+    for key, value in _json_object(where, text).items():
         place = f"{where}: {key}"
         if value is None or (key == "draft_tensor_parallel_size" and value == 1):
             continue

@@ -21,6 +21,8 @@ from forerun.options.alias import (
     gpu,
     gpu_layers,
     grammar_backend,
+    sampling_default,
+    sampling_object,
     speculative_config,
 )
 from forerun.options.flags import MANY, NOTHING, VALUE
@@ -159,8 +161,26 @@ _WITH_EFFECT = (
     Alias("--predict --n-predict -n", _L, SETS, "max_tokens"),
     Alias("--max-new-tokens", _S, SETS, "max_tokens"),
     Alias("--temp", _L, SETS, "temperature"),
-    Alias("-s", _L, SETS, "seed"),
     Alias("--repeat-penalty", _L, SETS, "repetition_penalty"),
+    Alias("-s", _L, SETS, "seed"),
+    # In commands without the options above: defaults of requests.
+    *(
+        Alias(flags, _L, SETS, "sampling_override", why=f"`--sampling-override {name}=N`",
+              read=sampling_default(name))
+        for flags, name in {
+            "--temp --temperature": "temperature",
+            "--top-k": "top_k",
+            "--top-p": "top_p",
+            "--min-p": "min_p",
+            "--repeat-penalty": "repetition_penalty",
+            "--frequency-penalty": "frequency_penalty",
+            "--presence-penalty": "presence_penalty",
+        }.items()
+    ),
+    Alias("--override-generation-config", _V, SETS, "sampling_override",
+          why="a JSON object: each `--sampling-override NAME=VALUE`", read=sampling_object),
+    Alias("--preferred-sampling-params", _S, SETS, "sampling_override",
+          why="a JSON object: each `--sampling-override NAME=VALUE`", read=sampling_object),
 )  # fmt: skip
 
 

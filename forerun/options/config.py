@@ -5,6 +5,7 @@ validation and the printed configuration are all derived from these fields.
 """
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -48,8 +49,48 @@ NEUTRAL = {
     "top_k": 0,
     "min_p": 0.0,
     "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
 }
 """Sampling parameters that leave the model's distribution unchanged."""
+
+_SAMPLING_BOUNDS = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+}
+
+
+def _overridden(pairs: tuple[str, ...]) -> dict[str, float]:
+    """Return the sampling parameters that NAME=VALUE pairs set. Raises ConfigError naming the first
+    pair whose name is unknown or whose value is no number within its bounds.
+    """
+    values: dict[str, float] = {}
+    for pair in pairs:
+        name, _, text = pair.partition("=")
+        name = name.strip().replace("-", "_")
+        if name not in _SAMPLING_BOUNDS:
+            raise ConfigError(
+                f"sampling-override has {pair!r}, but must be NAME=VALUE with one of the names "
+                f"{', '.join(_SAMPLING_BOUNDS)}."
+            )
+        low, high = _SAMPLING_BOUNDS[name]
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or (name == "top_k" and value % 1):
+            kind = "a whole number" if name == "top_k" else "a number"
+            raise ConfigError(
+                f"sampling-override has {pair!r}, but {name} must be {kind} from {low} to {high}."
+            )
+        values[name] = max(int(value), 0) if name == "top_k" else value
+    return values
+
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]+)?|[a-z]+://\[[0-9a-f:]+\](:[0-9]+)?")
 
@@ -98,6 +139,11 @@ class EngineConfig:
         "recommendation (generation_config.json), or neutral values (1, 1, 0, 0, 1)",
         choices=("model", "none"),
         spellings=lambda name: {"openai": "none", "vllm": "none", "auto": "model"}.get(name, name),
+    )
+    sampling_override: tuple[str, ...] = option(
+        (),
+        "defaults of sampling parameters instead of the model's, as NAME=VALUE, such as "
+        "temperature=0.7 (may be repeated)",
     )
     executor: str = option(
         "auto",
@@ -294,6 +340,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Raise ConfigError if a value is out of bounds, or two contradict each other."""
         settle(self)
+        _overridden(self.sampling_override)
         self._check_speculation()
         self._check_device()
         chosen = self.executor in ("cpu", "torch", "jax") and self.dtype != "auto"
@@ -379,6 +426,11 @@ class EngineConfig:
                 "speculative-draft-model-revision names a version of a draft on the hub, but "
                 "speculative-draft-model-path names no draft: give both or neither."
             )
+
+    @property
+    def overridden_sampling(self) -> dict[str, float]:
+        """The sampling parameters of `sampling_override`, by name. Raises ConfigError."""
+        return _overridden(self.sampling_override)
 
     @property
     def adapters(self) -> tuple[tuple[str, str], ...]:

@@ -45,7 +45,13 @@ def server(*line, **environment):
 def test_a_name_means_one_thing():
     flags = [option.flag for option in OPTIONS]
     own = {own_option(item).flag for item in FIELDS.values()}
-    assert len(flags) == len(set(flags)) and not own & set(flags)
+    # Options of run's answer; in a server, which has none of these, defaults of requests.
+    twice = {flag for flag in flags if flags.count(flag) > 1} | own & set(flags)
+    assert twice == {"--temperature", "--temp", "--top-k", "--top-p", "--min-p", "--repeat-penalty"}
+    for flag in twice - own:
+        first, second = (option for option in OPTIONS if option.flag == flag)
+        assert set(first.fields) <= {item.name for item in fields(AskConfig)}
+        assert second.fields == ("sampling_override",)
     kinds = (EngineConfig, ServeSettings, AskConfig)
     assert len(FIELDS) == sum(len(fields(kind)) for kind in kinds)
     for alias in ALIASES:
@@ -87,6 +93,9 @@ def test_what_is_refused_says_so_on_the_command_line(option, capsys):
         ("--swa-full -kvu --cache-ram 4096 --cache-reuse 256", {}),
         ('--chat-template-kwargs {"enable_thinking":false}',
          {"chat_template_kwargs": '{"enable_thinking":false}'}),
+        ("--temp 0.6 --top-k 20", {"sampling_override": ("temperature=0.6", "top_k=20")}),
+        ('--override-generation-config {"top_p":0.9}', {"sampling_override": ("top_p=0.9",)}),
+        ('--preferred-sampling-params {"min_p":0.1}', {"sampling_override": ("min_p=0.1",)}),
         ('--default-chat-template-kwargs {"a":1}', {"chat_template_kwargs": '{"a":1}'}),
         ("--reasoning off",
          {"chat_template_kwargs": '{"enable_thinking": false, "thinking": false}'}),
@@ -387,7 +396,7 @@ _TWICE = [f", &a{n} [*a{n - 1}, *a{n - 1}]" for n in range(1, 60)]
     ("text", "problem"),
     [
         ("porrt: 1", "did you mean --port"),
-        ("temperature: 1", "There is no option --temperature of forerun serve; another command"),
+        ("max-tokens: 1", "There is no option --max-tokens of forerun serve; another command"),
         ("- 1", "must hold lines such as"),
         ("a: [", "is not YAML"),
         ("port: x", "port in .* takes a whole number"),

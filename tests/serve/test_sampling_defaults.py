@@ -8,7 +8,7 @@ from contextlib import closing
 import pytest
 
 from forerun.build.engine import load
-from forerun.errors import ModelError
+from forerun.errors import ConfigError, ModelError
 from forerun.hub.catalog import RECOMMENDED, open_model
 from forerun.options.config import NEUTRAL, AskConfig, EngineConfig, ServeSettings
 from forerun.serve.bodies.fields import read
@@ -26,8 +26,9 @@ def folder(tmp_path_factory):
     return path
 
 
-def samplings(folder, how="model"):
-    config = EngineConfig(model=str(folder), kv_tokens=512, sampling_defaults=how, executor="torch")
+def samplings(folder, how="model", override=()):
+    options = {"sampling_defaults": how, "sampling_override": override}
+    config = EngineConfig(model=str(folder), kv_tokens=512, executor="torch", **options)
     with closing(load(config)) as loaded:
         plain = {"prompt": "the quick", "top_k": 0}
         chat = {"messages": [{"role": "user", "content": "the quick"}], "temperature": 0}
@@ -54,6 +55,22 @@ def test_or_nothing(folder):
     assert (chat.temperature, chat.top_k) == (0.0, 0)
     assert sampling == NEUTRAL | {"min_p": 0.1, "max_tokens": 512, "seed": 0, "stop": (),
                                "ignore_eos": False}  # fmt: skip
+
+
+def test_what_an_option_overrides_holds_for_requests_that_leave_it_out(folder):
+    pairs = ("temperature=0.3", "top_k=5", "presence-penalty=1.5")
+    (plain, chat), sampling = samplings(folder, override=pairs)
+    assert (plain.temperature, plain.top_p, plain.top_k) == (0.3, 0.95, 0)
+    assert (chat.temperature, chat.top_k, chat.presence_penalty) == (0.0, 5, 1.5)
+    assert (sampling["temperature"], sampling["top_k"]) == (0.3, 5)
+
+
+@pytest.mark.parametrize(
+    "pair", ["warm=1", "temperature", "temperature=x", "temperature=3", "top_k=1.5", "top_p=nan"]
+)
+def test_an_override_that_is_none_is_named(pair):
+    with pytest.raises(ConfigError, match=f"sampling-override has '{pair}'"):
+        EngineConfig(sampling_override=(pair,))
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": "warm"}, {"top_p": 1.5}, {"min_p": True}])

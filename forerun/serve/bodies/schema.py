@@ -195,8 +195,8 @@ class SamplingFields(Declaration):
 class PenaltyFields(SamplingFields):
     """Sampling parameters that most dialects have in addition."""
 
-    frequency_penalty: float = accept(number(-2.0, 2.0), 0.0)
-    presence_penalty: float = accept(number(-2.0, 2.0), 0.0)
+    frequency_penalty: float | None = accept(number(-2.0, 2.0))
+    presence_penalty: float | None = accept(number(-2.0, 2.0))
     stop: tuple[str, ...] = accept(one_or_more(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
 
 
