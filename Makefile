@@ -202,8 +202,8 @@ bench: setup
 	$(BIN)/forerun bench --launch
 
 bench-peers: setup
-	$(BIN)/python bench/peers/over_http.py --single 4 --tokens 32 --out bench/out/peers-http.json
-	$(BIN)/python bench/peers/over_http.py --model random-1b --streams 1 4 16 --single 2 --tokens 24 \
+	$(BIN)/python bench/peers/over_http.py --out bench/out/peers-http.json
+	$(BIN)/python bench/peers/over_http.py --model random-1b --streams 1 4 16 --requests 2 --least 4 \
 		--servers "forerun plain" llama.cpp ik_llama.cpp "openvino genai" --out bench/out/peers-http-1b.json
 
 # The site of docs/ in build/site; a link that leads nowhere is an error.

@@ -317,7 +317,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, in the mean")
     parser.add_argument("--requests", type=int, default=4, help="of each stream, one by one")
-    parser.add_argument("--least", type=int, default=8, help="requests of a visit, at least")
+    parser.add_argument("--least", type=int, default=48, help="requests of a visit, at least")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=1024)
