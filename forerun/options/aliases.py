@@ -178,9 +178,9 @@ _WITH_EFFECT = (
         }.items()
     ),
     Alias("--override-generation-config", _V, SETS, "sampling_override",
-          why="a JSON object: each `--sampling-override NAME=VALUE`", read=sampling_object),
+          why="`--sampling-override`, a JSON object", read=sampling_object),
     Alias("--preferred-sampling-params", _S, SETS, "sampling_override",
-          why="a JSON object: each `--sampling-override NAME=VALUE`", read=sampling_object),
+          why="`--sampling-override`, a JSON object", read=sampling_object),
 )  # fmt: skip
 
 
