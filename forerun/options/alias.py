@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from forerun.errors import ConfigError
-from forerun.options.config import AskConfig, EngineConfig, ServeSettings
+from forerun.options.config import AskConfig, EngineConfig, ServeSettings, overridden
 from forerun.options.fields import YES, parsed, truth
 from forerun.options.flags import NOTHING, VALUE, Option, own_option
 
@@ -174,17 +174,26 @@ def sampling_default(name: str) -> Callable[[str, str], dict[str, Any]]:
     """Return a reader of the default value of the sampling parameter `name`."""
 
     def read(where: str, text: str) -> dict[str, Any]:
-        return {"sampling_override": (f"{name}={text}",)}
+        return _override(where, {name: text})
 
     return read
 
 
 def sampling_object(where: str, text: str) -> dict[str, Any]:
-    """Return the fields for a JSON object of sampling parameters. Raises ConfigError if `text` is
-    no object.
+    """Return the fields for a JSON object of sampling parameters; null is the default. Raises
+    ConfigError, naming `where`, if `text` is no object or a member is wrong.
     """
     values = _json_object(where, text)
-    return {"sampling_override": tuple(f"{name}={value}" for name, value in values.items())}
+    return _override(where, {name: one for name, one in values.items() if one is not None})
+
+
+def _override(where: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    pairs = tuple(f"{name}={value}" for name, value in values.items())
+    try:
+        overridden(pairs)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return {"sampling_override": pairs}
 
 
 def _json_object(where: str, text: str) -> dict[str, Any]:

@@ -65,7 +65,7 @@ _SAMPLING_BOUNDS = {
 }
 
 
-def _overridden(pairs: tuple[str, ...]) -> dict[str, float]:
+def overridden(pairs: tuple[str, ...]) -> dict[str, float]:
     """Return the sampling parameters that NAME=VALUE pairs set. Raises ConfigError naming the first
     pair whose name is unknown or whose value is no number within its bounds.
     """
@@ -340,7 +340,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Raise ConfigError if a value is out of bounds, or two contradict each other."""
         settle(self)
-        _overridden(self.sampling_override)
+        overridden(self.sampling_override)
         self._check_speculation()
         self._check_device()
         chosen = self.executor in ("cpu", "torch", "jax") and self.dtype != "auto"
@@ -429,8 +429,8 @@ class EngineConfig:
 
     @property
     def overridden_sampling(self) -> dict[str, float]:
-        """The sampling parameters of `sampling_override`, by name. Raises ConfigError."""
-        return _overridden(self.sampling_override)
+        """The sampling parameters that `sampling_override` sets, by name."""
+        return overridden(self.sampling_override)
 
     @property
     def adapters(self) -> tuple[tuple[str, str], ...]:

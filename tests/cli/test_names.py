@@ -525,3 +525,10 @@ def test_a_value_out_of_bounds_is_named_by_where_it_was_written(tmp_path, capsys
     monkeypatch.setenv("FORERUN_PORT", "99999")
     assert main(["serve", "toy"]) == 2
     assert "FORERUN_PORT: port is 99999, but" in capsys.readouterr().err
+
+
+def test_a_wrong_sampling_default_names_the_option_that_was_written(capsys):
+    assert main(["serve", "toy", "--temp", "9", "--top-k", "5"]) == 2
+    assert "--temp: sampling-override has 'temperature=9'" in capsys.readouterr().err
+    nothing = engine("--override-generation-config", '{"temperature": null}')
+    assert nothing == EngineConfig()
