@@ -188,9 +188,7 @@ def test_any_course_of_events(data, min_prob, capacity):
             prediction = data.draw(st.one_of(st.just([]), WORDS))
             more = prediction, data.draw(SAMPLINGS), data.draw(st.integers(0, 3))
             tenant = data.draw(st.sampled_from([0, 1, (1 << 64) - 1]))
-            pair.begin(
-                data.draw(st.integers(0, SLOTS - 1)), data.draw(WORDS), *more, tenant=tenant
-            )
+            pair.begin(data.draw(st.integers(0, SLOTS - 1)), data.draw(WORDS), *more, tenant=tenant)
         elif data.draw(st.integers(0, 9)) == 0:
             pair.use(data.draw(tables))
         elif data.draw(st.integers(0, 9)) == 0:

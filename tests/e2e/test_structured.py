@@ -161,9 +161,7 @@ def test_a_text_format_is_no_constraint(server):
 @with_two("toy_server")
 def test_json_on_one_line(server):
     body = {"json": PERSON, "disable_any_whitespace": True}
-    (text, finish), *_ = texts(
-        server, CHAT, structured_outputs=body, temperature=0, max_tokens=300
-    )
+    (text, finish), *_ = texts(server, CHAT, structured_outputs=body, temperature=0, max_tokens=300)
     assert (text, finish) == (json.dumps(json.loads(text), ensure_ascii=False), "stop")
     body = {"regex": "a", "disable_any_whitespace": True}
     assert server.post(CHAT, {"messages": MESSAGES, "structured_outputs": body}).status_code == 400

@@ -1,6 +1,5 @@
 """The table of ggml's storage types against the gguf package, and that nothing else needs it."""
 
-
 import numpy as np
 import pytest
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType

@@ -163,9 +163,7 @@ def test_texts_draft_tokens_and_acceptance_are_torchs(
         changes = {"speculative_num_draft_tokens": 17, "speculative_eagle_topk": 3}
     for executor in ("jax", "torch"):
         cell = cells(name, executor, **changes)
-        runs.append(
-            (cell.plain(temperature), *noted.during(cell.served, temperature, shape=shape))
-        )
+        runs.append((cell.plain(temperature), *noted.during(cell.served, temperature, shape=shape)))
     (mine, served, drafts, _), (others, expected, wanted, _) = runs
     assert mine == others
     histograms = ([item.stats.histogram for item in each.done] for each in (served, expected))

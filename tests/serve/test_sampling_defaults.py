@@ -1,5 +1,4 @@
-"""What a model recommends holds where a request sets nothing, by one rule for run, chat and serve.
-"""
+"""What a model recommends holds where a request sets nothing, by one rule for run, chat and serve."""
 
 import json
 import shutil
