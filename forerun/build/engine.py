@@ -28,7 +28,8 @@ from forerun.engine.thread import Engine, EngineOptions
 from forerun.errors import ModelError
 from forerun.interface.drafter import Drafter, TableDrafter
 from forerun.machine import stamp
-from forerun.options.config import NEUTRAL, EngineConfig
+from forerun.options.config import EngineConfig
+from forerun.options.sampling_params import NEUTRAL
 from forerun.text.chat import ChatTemplate
 from forerun.text.tokenizer import Tokenizer
 from forerun.types import Ints

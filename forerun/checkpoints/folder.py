@@ -35,6 +35,7 @@ from forerun.networks.config_json import (
     with_text_config,
 )
 from forerun.networks.keys import shown
+from forerun.options.sampling_params import SAMPLING_PARAMS
 from forerun.types import Floats
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -396,28 +397,18 @@ def _token_ids(folder: Path, name: str, value: Any, vocab: int) -> list[int]:
     return ids
 
 
-SAMPLING = {
-    "temperature": (0.0, 100.0),
-    "top_p": (0.0, 1.0),
-    "top_k": (-1, 2**31 - 1),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 100.0),
-}
-"""Sampling parameters that a model may recommend, and their bounds."""
-
-
 def sampling_defaults(source: str, values: Mapping[str, Any]) -> dict[str, float]:
     """Return the sampling parameters that a model recommends, from `values` by their names in
-    SAMPLING.
+    SAMPLING_PARAMS.
 
     source  where the values come from, for messages
 
     Raises ModelError naming a value that is not a number or out of bounds.
     """
     defaults: dict[str, float] = {}
-    for name, (low, high) in SAMPLING.items():
-        value = values.get(name)
-        if value is None:
+    for name, param in SAMPLING_PARAMS.items():
+        value, low, high = values.get(name), param.low, param.recommended_high
+        if value is None or high is None:
             continue
         if (
             isinstance(value, bool)

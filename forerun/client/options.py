@@ -8,18 +8,13 @@ from typing import Any, TypedDict, cast, get_type_hints
 from forerun.constrain.grammar import Grammar
 from forerun.engine.request import Speculation
 from forerun.errors import RequestError
+from forerun.options import sampling_params
 from forerun.options.fields import converted
 
 RANGES: dict[str, tuple[float, float]] = {
     "n": (1, 2**31 - 1),
     "max_tokens": (0, 2**31 - 1),
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "top_k": (-1, 2**31 - 1),
-    "min_p": (0.0, 1.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "presence_penalty": (-2.0, 2.0),
-    "repetition_penalty": (0.0, 2.0),
+    **sampling_params.RANGES,
 }
 """Smallest and greatest value of each numeric option, the same as over HTTP (a test checks
 that).

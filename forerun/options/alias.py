@@ -8,9 +8,10 @@ from enum import Enum
 from typing import Any
 
 from forerun.errors import ConfigError
-from forerun.options.config import AskConfig, EngineConfig, ServeSettings, overridden
+from forerun.options.config import AskConfig, EngineConfig, ServeSettings
 from forerun.options.fields import YES, parsed, truth
 from forerun.options.flags import NOTHING, VALUE, Option, own_option
+from forerun.options.sampling_params import parse_overrides
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ def sampling_object(where: str, text: str) -> dict[str, Any]:
 def _override(where: str, values: Mapping[str, Any]) -> dict[str, Any]:
     pairs = tuple(f"{name}={value}" for name, value in values.items())
     try:
-        overridden(pairs)
+        parse_overrides(pairs)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     return {"sampling_override": pairs}

@@ -5,7 +5,6 @@ validation and the printed configuration are all derived from these fields.
 """
 
 import logging
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -22,6 +21,7 @@ from forerun.options.algorithms import (
     draft_shape,
 )
 from forerun.options.fields import adapters_in, addresses, option, settle
+from forerun.options.sampling_params import NEUTRAL, RANGES, parse_overrides
 
 log = logging.getLogger(__name__)
 
@@ -41,55 +41,6 @@ def attention_kernel(name: str) -> str:
         return name
     log.warning("attention backend %s: the device decides what computes attention here.", name)
     return "auto"
-
-
-NEUTRAL = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-}
-"""Sampling parameters that leave the model's distribution unchanged."""
-
-_SAMPLING_BOUNDS = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "top_k": (-1, 2**31 - 1),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.01, 2.0),
-    "frequency_penalty": (-2.0, 2.0),
-    "presence_penalty": (-2.0, 2.0),
-}
-
-
-def overridden(pairs: tuple[str, ...]) -> dict[str, float]:
-    """Return the sampling parameters that NAME=VALUE pairs set. Raises ConfigError naming the first
-    pair whose name is unknown or whose value is no number within its bounds.
-    """
-    values: dict[str, float] = {}
-    for pair in pairs:
-        name, _, text = pair.partition("=")
-        name = name.strip().replace("-", "_")
-        if name not in _SAMPLING_BOUNDS:
-            raise ConfigError(
-                f"sampling-override has {pair!r}, but must be NAME=VALUE with one of the names "
-                f"{', '.join(_SAMPLING_BOUNDS)}."
-            )
-        low, high = _SAMPLING_BOUNDS[name]
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not low <= value <= high or (name == "top_k" and value % 1):
-            kind = "a whole number" if name == "top_k" else "a number"
-            raise ConfigError(
-                f"sampling-override has {pair!r}, but {name} must be {kind} from {low} to {high}."
-            )
-        values[name] = max(int(value), 0) if name == "top_k" else value
-    return values
 
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9.-]+(:[0-9]+)?|[a-z]+://\[[0-9a-f:]+\](:[0-9]+)?")
@@ -340,7 +291,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         """Raise ConfigError if a value is out of bounds, or two contradict each other."""
         settle(self)
-        overridden(self.sampling_override)
+        parse_overrides(self.sampling_override)
         self._check_speculation()
         self._check_device()
         chosen = self.executor in ("cpu", "torch", "jax") and self.dtype != "auto"
@@ -430,7 +381,7 @@ class EngineConfig:
     @property
     def overridden_sampling(self) -> dict[str, float]:
         """The sampling parameters that `sampling_override` sets, by name."""
-        return overridden(self.sampling_override)
+        return parse_overrides(self.sampling_override)
 
     @property
     def adapters(self) -> tuple[tuple[str, str], ...]:
@@ -636,39 +587,39 @@ class ServeSettings:
                 )
 
 
+def _sampling_param(name: str, text: str) -> Any:
+    """Declare the field of a sampling parameter, None unless it is set."""
+    low, high = RANGES[name]
+    return option(None, text, low=low, high=high)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskConfig:
     """The sampling options of `run`, `chat` and `bench`, named as in the API."""
 
     max_tokens: int = option(512, "longest answer in tokens", low=1)
-    temperature: float | None = option(
-        None,
+    temperature: float | None = _sampling_param(
+        "temperature",
         "0 is greedy; higher is more varied (default: the model's recommendation, else 1)",
-        low=0.0,
-        high=2.0,
     )
-    top_p: float | None = option(
-        None,
+    top_p: float | None = _sampling_param(
+        "top_p",
         "sample from the most likely tokens that reach this share (default: the model's, else 1)",
-        low=0,
-        high=1,
     )
-    top_k: int | None = option(
-        None,
+    top_k: int | None = _sampling_param(
+        "top_k",
         "sample from this many most likely tokens; 0 is all (default: the model's, else 0)",
-        low=0,
     )
-    min_p: float | None = option(
-        None,
+    min_p: float | None = _sampling_param(
+        "min_p",
         "drop tokens below this share of the most likely (default: the model's, else 0)",
-        low=0.0,
-        high=1.0,
     )
     seed: int | None = option(
         0, "same seed, same text, whatever speculation does", low=0, high=2**63 - 1
     )
-    repetition_penalty: float | None = option(
-        None, "penalise tokens of prompt and answer (default: the model's, else 1)", low=0.01
+    repetition_penalty: float | None = _sampling_param(
+        "repetition_penalty",
+        "penalise tokens of prompt and answer (default: the model's, else 1)",
     )
     stop: tuple[str, ...] = option((), "end before this text (may be repeated)")
     ignore_eos: bool = option(False, "do not end at the model's end-of-text token")

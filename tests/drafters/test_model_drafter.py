@@ -252,7 +252,7 @@ class IntermittentPolicy(FixedPolicy):
 
 @pytest.mark.parametrize("rest", [2, 10, 40])
 def test_a_head_catches_up_in_one_pass(rest):
-    """While no row wants drafts it does no work; afterwards its entries are what they always were."""
+    """While no row wants drafts it does no work; afterwards its entries are as ever."""
     made, device = engine_with_head(
         IntermittentPolicy(lambda step: step % (rest + 3) >= rest), page_size=2, pages=200
     )

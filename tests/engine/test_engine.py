@@ -209,7 +209,7 @@ def test_copied_pages_are_evicted_and_preempted_like_others(page_size, overlap):
 
 
 def test_a_salt_shares_cached_prefixes_with_itself_alone():
-    """One after the other, and at the same time: no sequence waits for a page that it cannot share."""
+    """One by one, and at the same time: no sequence waits for a page that it cannot share."""
     prompt = "a prompt that everybody has"
     said = {name: replace(ask(name, prompt), cache_salt=name[0]) for name in ("a1", "b1", "a2")}
     said["none"] = ask("none", prompt)

@@ -76,8 +76,7 @@ def test_a_needed_field_with_two_names_is_needed_by_either():
 
 def test_readers_say_their_bounds():
     assert integer(1, 9).schema == {"type": "integer", "minimum": 1, "maximum": 9}
-    above = {"type": "number", "exclusiveMinimum": 0.0, "maximum": 2.0}
-    assert number(0.0, 2.0, above_low=True).schema == above
+    assert number(0.0, 2.0).schema == {"type": "number", "minimum": 0.0, "maximum": 2.0}
     several = items(text(5, 1), 3)
     assert several.schema["items"] == {"type": "string", "minLength": 1, "maxLength": 5}
     assert (several.schema["minItems"], several.schema["maxItems"]) == (0, 3)

@@ -1,15 +1,17 @@
-"""What a model recommends holds where a request sets nothing, by one rule for run, chat and serve."""
+"""What a model recommends holds where a request sets nothing: of run, chat and serve alike."""
 
 import json
 import shutil
 from contextlib import closing
+from dataclasses import fields
 
 import pytest
 
 from forerun.build.engine import load
 from forerun.errors import ConfigError, ModelError
 from forerun.hub.catalog import RECOMMENDED, open_model
-from forerun.options.config import NEUTRAL, AskConfig, EngineConfig, ServeSettings
+from forerun.options.config import AskConfig, EngineConfig, ServeSettings
+from forerun.options.sampling_params import NEUTRAL, RANGES
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.prepare import chat_generation, completion_generation
 from forerun.serve.bodies.schema import ChatBody, CompletionBody
@@ -70,6 +72,22 @@ def test_what_an_option_overrides_holds_for_requests_that_leave_it_out(folder):
 def test_an_override_that_is_none_is_named(pair):
     with pytest.raises(ConfigError, match=f"sampling-override has '{pair}'"):
         EngineConfig(sampling_override=(pair,))
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_options_have_the_bounds_of_requests(name):
+    """AskConfig took any repetition penalty from 0.01 on, and no top_k of -1."""
+    low, high = RANGES[name]
+    asked = {name} & {item.name for item in fields(AskConfig)}
+    for value in (low, high):
+        EngineConfig(sampling_override=(f"{name}={value}",))
+        AskConfig(**dict.fromkeys(asked, value))
+    for value in (low - 1, high + 1):
+        with pytest.raises(ConfigError, match=name):
+            EngineConfig(sampling_override=(f"{name}={value}",))
+        for each in asked:
+            with pytest.raises(ConfigError, match=each.replace("_", "-")):
+                AskConfig(**{each: value})
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": "warm"}, {"top_p": 1.5}, {"min_p": True}])

@@ -305,19 +305,19 @@ def integer(low: int, high: int) -> DescribedReader[int]:
     return reader
 
 
-def number(low: float, high: float, above_low: bool = False) -> DescribedReader[float]:
-    """Return a reader of finite numbers from `low` to `high`; with `above_low`, `low` itself is
-    rejected.
+def number(low: float, high: float) -> DescribedReader[float]:
+    """Return a reader of finite numbers from `low` to `high`; it raises RequestError for anything
+    else.
     """
-    span = f"above {low:g} and at most {high:g}" if above_low else f"from {low:g} to {high:g}"
-    least = "exclusiveMinimum" if above_low else "minimum"
 
-    @takes({"type": "number", least: low, "maximum": high})
+    @takes({"type": "number", "minimum": low, "maximum": high})
     def reader(value: Any, where: str) -> float:
         fine = isinstance(value, int | float) and not isinstance(value, bool)
         fine = fine and math.isfinite(value) if isinstance(value, float) else fine
-        if not fine or not low <= value <= high or (above_low and value == low):
-            raise RequestError(f"{where} must be a number {span}, not {shown(value)}.", where)
+        if not fine or not low <= value <= high:
+            raise RequestError(
+                f"{where} must be a number from {low:g} to {high:g}, not {shown(value)}.", where
+            )
         return float(value)
 
     return reader

@@ -15,7 +15,8 @@ from forerun.client.engine_client import Constraint
 from forerun.constrain.grammar.calls import Rules
 from forerun.engine.request import Request, Speculation, Stopping
 from forerun.errors import ContextError, RequestError
-from forerun.options.config import NEUTRAL, ServeSettings
+from forerun.options.config import ServeSettings
+from forerun.options.sampling_params import NEUTRAL
 from forerun.serve.bodies.dialogue import constraint, dialogue, never, token_rules
 from forerun.serve.bodies.output_parser import OutputParser
 from forerun.serve.bodies.schema import (

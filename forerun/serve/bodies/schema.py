@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from forerun.errors import RequestError
+from forerun.options.sampling_params import RANGES
 from forerun.serve.bodies.fields import (
     MAX_TEXT,
     Declaration,
@@ -185,18 +186,18 @@ class SamplingFields(Declaration):
     values.
     """
 
-    temperature: float | None = accept(number(0.0, 2.0))
-    top_p: float | None = accept(number(0.0, 1.0))
+    temperature: float | None = accept(number(*RANGES["temperature"]))
+    top_p: float | None = accept(number(*RANGES["top_p"]))
     top_k: int | None = accept(integer(-1, MAX_TOKENS))
-    min_p: float | None = accept(number(0.0, 1.0))
+    min_p: float | None = accept(number(*RANGES["min_p"]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class PenaltyFields(SamplingFields):
     """Sampling parameters that most dialects have in addition."""
 
-    frequency_penalty: float | None = accept(number(-2.0, 2.0))
-    presence_penalty: float | None = accept(number(-2.0, 2.0))
+    frequency_penalty: float | None = accept(number(*RANGES["frequency_penalty"]))
+    presence_penalty: float | None = accept(number(*RANGES["presence_penalty"]))
     stop: tuple[str, ...] = accept(one_or_more(text(MAX_STOP_TEXT, 1), MAX_STOP_TOKENS), ())
 
 
@@ -205,7 +206,7 @@ class TokenFields(PenaltyFields):
     """Sampling parameters that vLLM and SGLang have in addition."""
 
     n: int = accept(integer(1, MAX_TOKENS), 1)
-    repetition_penalty: float | None = accept(number(0.0, 2.0, above_low=True))
+    repetition_penalty: float | None = accept(number(*RANGES["repetition_penalty"]))
     logit_bias: tuple[tuple[int, float], ...] = accept(token_biases, ())
     stop_token_ids: tuple[int, ...] = accept(items(integer(0, MAX_TOKENS), MAX_STOP_TOKENS), ())
     ignore_eos: bool = accept(boolean, False)

@@ -8,6 +8,7 @@ from urllib.parse import quote
 
 from forerun.constrain.grammar.calls import Rules
 from forerun.errors import RequestError
+from forerun.options.sampling_params import RANGES
 from forerun.serve.bodies.fields import (
     Declaration,
     Unused,
@@ -59,7 +60,7 @@ class Options(PenaltyFields):
 
     seed: int | None = accept(integer(-(2**63), 2**63 - 1))
     num_predict: int | None = accept(integer(-2, MAX_TOKENS))
-    repeat_penalty: float | None = accept(number(0.0, 2.0, above_low=True))
+    repeat_penalty: float | None = accept(number(*RANGES["repetition_penalty"]))
     repeat_last_n: int | None = accept(_ANY)
     unused: ClassVar[dict[str, Unused]] = {
         "typical_p": Unused(_NUMBER),
