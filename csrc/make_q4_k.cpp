@@ -1,6 +1,7 @@
-// Floats as Q4_K, by ggml's rule of the format: the twin of tests/references/q4_k.py, which says what it
-// is. The eight groups of 256 numbers are worked on side by side; every sum goes over a group's
-// numbers one after the other, so that both twins, and llama.cpp, give the same bytes.
+// Floats as Q4_K, by ggml's rule of the format; the reference, which explains it, is
+// tests/references/q4_k.py. The eight groups of 256 numbers are worked on side by side; every sum
+// goes over a group's numbers one after the other, so that the reference and llama.cpp give the
+// same bytes.
 #include <cmath>
 #include <cstring>
 

@@ -123,7 +123,7 @@ def _describe(file: GgufFile, target: Architecture) -> BlockHead:
         norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
         rope=Rope(keys.real("rope.freq_base", 10000.0), scaling_of(keys, context, file)),
         context=context,
-        features=_features(keys),
+        features=keys.layers("target_layers"),
         places=keys.integer("block_size"),
         mask=mask,
         anchored=keys.flag("sample_from_anchor", False),
@@ -168,14 +168,6 @@ def _positive(keys: Keys, name: str) -> int:
     if (value := keys.integer(name)) < 1:
         raise keys.unfit(name, value, "1 or more")
     return value
-
-
-def _features(keys: Keys) -> tuple[int, ...]:
-    """Return the layers whose inputs are read, which are required."""
-    found: Any = keys.get("target_layers")
-    if not isinstance(found, list) or not found or any(type(each) is not int for each in found):
-        raise keys.unfit("target_layers", found, "a list of layers")
-    return tuple(found)
 
 
 def _windows(keys: Keys, layers: int) -> tuple[int | None, ...]:

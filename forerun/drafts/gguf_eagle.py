@@ -127,18 +127,9 @@ def _describe(file: GgufFile, target: Architecture) -> DraftHead:
         norm_eps=keys.real("attention.layer_norm_rms_epsilon"),
         rope=Rope(keys.real("rope.freq_base", 10000.0), scaling_of(keys, context, file)),
         context=context,
-        features=_features(keys),
+        features=keys.layers("target_layers" if keys.has("target_layers") else "extract_layers"),
         normed_residual=keys.flag("norm_before_residual", False),
         trained_head=_HEAD in shapes,
     )
     keys.refuse_the_rest(harmless)
     return head
-
-
-def _features(keys: Keys) -> tuple[int, ...]:
-    """Return the layers whose inputs are read, which are required."""
-    name = "target_layers" if keys.has("target_layers") else "extract_layers"
-    found = keys.get(name)
-    if not isinstance(found, list) or not found or any(type(each) is not int for each in found):
-        raise keys.unfit(name, found, "a list of layers")
-    return tuple(found)

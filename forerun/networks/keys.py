@@ -82,6 +82,15 @@ class Keys:
             raise self.unfit(name, value, "true or false")
         return value
 
+    def layers(self, name: str) -> tuple[int, ...]:
+        """Return a list of layers, not empty. Raises ModelError for another value, or if it is
+        missing.
+        """
+        value = self._present(name, None)
+        if not isinstance(value, list) or not value or any(type(each) is not int for each in value):
+            raise self.unfit(name, value, "a list of layers")
+        return tuple(value)
+
     def require(self, name: str, value: int | float | str) -> None:
         """Raise ModelError if the key is present with another value than `value`."""
         actual = self.get(name, value)
