@@ -118,7 +118,7 @@ def test_rows_in_few_bits_and_divisors(dense, tmp_path):
 @pytest.mark.parametrize(
     ("metadata", "extra", "words"),
     [
-        ({"target_layers": None}, {}, "eagle3.extract_layers is None"),
+        ({"target_layers": None}, {}, "eagle3.extract_layers is missing"),
         ({"target_layers": ["2"]}, {}, "eagle3.target_layers"),
         ({"target_layers": [2, 3, 99]}, {}, "lie beyond"),
         ({"target_layers": [2, 3]}, {}, "fc.weight is"),
