@@ -137,7 +137,7 @@ def tpu_devices() -> list[str]:
 
 def stamp() -> dict[str, Any]:
     """Return facts about the machine as JSON values, for every number that is measured on it:
-    processor, cores, memory in bytes, load, system, Python.
+    processor, cores, instruction sets, memory in bytes, load, system, Python.
     """
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {

@@ -10,7 +10,9 @@ from forerun.cli.running import get_json
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the command. Raises ConfigError if no server answers."""
+    """Run the command: prints the models that a server has loaded, as a table or as JSON. Returns
+    0. Raises ConfigError if no server answers.
+    """
     models = get_json(arguments.url, "/api/ps", arguments.api_key).get("models", [])
     if arguments.json:
         emit_json(models)

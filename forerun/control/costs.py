@@ -222,7 +222,9 @@ class LiveCosts:
         return one + fraction * (two - one) + self.measured.attend_ms * cached / 1000.0
 
     def learn_plain(self, rows: int, cached: int, carried: bool, ms: float) -> None:
-        """Update the estimates with a plain step that took `ms` milliseconds."""
+        """Update the estimates with a plain step of `rows` rows and `cached` cached positions that
+        took `ms` milliseconds. carried: it began before the step before it was finished.
+        """
         kind, last = _kind(rows, cached, carried), self._last(rows, carried)
         known = kind in self.plain_means
         if not known:

@@ -29,6 +29,6 @@ def views_of(whole: Any, shapes: Shapes) -> dict[str, Any]:
 
 
 def zeros_of(shapes: Shapes) -> tuple[Ints, dict[str, Any]]:
-    """Return a vector int32[total] of zeros, and its parts."""
+    """Return a vector int32[total] of zeros, and its parts by name, which are views of it."""
     whole: Ints = np.zeros(total(shapes), np.int32)
     return whole, views_of(whole, shapes)

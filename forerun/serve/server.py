@@ -199,7 +199,7 @@ class Server(uvicorn.Server):
         self._full_since = self._room_made = -math.inf
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """See uvicorn.Server."""
+        """Start to accept connections on `sockets`, each with a queue of BACKLOG connections."""
         await super().startup(sockets)
         for listening in sockets or ():
             listening.listen(BACKLOG)

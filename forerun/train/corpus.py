@@ -31,7 +31,11 @@ CROWD = 2
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """A folder of chats, memory-mapped."""
+    """A folder of C chats with T tokens, memory-mapped.
+
+    tokens, wanted, starts  int32[T], bool[T] and int64[C+1], the files of these names
+    held_out  number of chats, the last ones, that select a checkpoint and are not trained on
+    """
 
     folder: Path
     tokens: Ints

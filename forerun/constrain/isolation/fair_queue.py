@@ -11,8 +11,9 @@ FORGET = 30.0
 
 
 class LeastFirst:
-    """Gives `count` places to clients, next to the one with the least rank. Ranked by the time that
-    a client has used, an answer of seconds delays answers of milliseconds by at most one turn.
+    """Admits at most `count` callers at once; of those that wait, the one with the lowest rank is
+    next. If the rank is the time that a client has used, an answer of seconds delays answers of
+    milliseconds by at most one turn.
     """
 
     def __init__(self, count: int) -> None:

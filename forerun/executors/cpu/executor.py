@@ -169,7 +169,7 @@ class CpuExecutor(Executor):
         self._logits = np.empty((0, self.limits.vocab), np.float32)
 
     def describe(self) -> dict[str, Any]:
-        """Return CpuModel's facts."""
+        """Return facts for /server_info: those of CpuModel."""
         return self.model.describe()
 
     def shutdown(self) -> None:

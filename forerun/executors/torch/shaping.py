@@ -116,6 +116,9 @@ def shaped(logits: Tensor, shaping: Shaping | None, allowed: Tensor | None) -> T
 def without(banned: Tensor, allowed: Tensor | None) -> Tensor:
     """Return bool[R,N,V], the tokens that are allowed and not banned; banned ones too if nothing
     else is allowed.
+
+    banned   bool[R,N,V]
+    allowed  bool[R,N,V]; None = all
     """
     if allowed is None:
         return ~banned

@@ -10,7 +10,9 @@ Result = TypeVar("Result")
 
 
 def begun(work: Coroutine[Any, Any, Result], name: str) -> "asyncio.Task[Result]":
-    """Start `work` on the running event loop, and log its error if it raises one."""
+    """Start `work` as a task of the running event loop and return the task. An error is logged
+    with `name`.
+    """
     task = asyncio.get_running_loop().create_task(work, name=name)
     task.add_done_callback(_log_failure)
     return task

@@ -160,8 +160,10 @@ class Functions:
         return self.decoder.final_norm(params, state.hidden[rows]).astype(jnp.float32)
 
     def move(self, params: Params, state: State, moves: Array) -> State:
-        """Return the state with keys and values of slots moves[0] copied to slots moves[1], the
-        draft's too if both are in pages; moves int32[2,K,MOVED], of each page table.
+        """Return the state with keys and values copied from slots moves[0] to slots moves[1]; the
+        draft's too, if both slots are in pages.
+
+        moves  int32[2,K,MOVED], for each of the K page tables (JaxDecoder.table_numbers)
         """
         del params
         keys, values = (

@@ -120,8 +120,8 @@ class Batch:
     begins: tuple[int, ...]
 
     def places(self) -> Ints:
-        """Return int32[R,N], the row of State.hidden of each node. Padding has rows too, directly
-        after its row's nodes; in a round these are the row's own.
+        """Return int32[R,N], the row of State.hidden for each node, in the order of the nodes. The
+        padding of a plan's row gets the rows after that row's nodes.
         """
         first = np.arange(self.size.rows, dtype=np.int32) * self.size.nodes + self.begins[0]
         first[: len(self.begins)] = self.begins

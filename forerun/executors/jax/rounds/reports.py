@@ -34,7 +34,7 @@ def reports_logprobs(sampling: Sampling) -> bool:
 
 
 def line_size(vocab: int) -> int:
-    """Return the elements of a line: 1 + 2 * min(TOP, vocab)."""
+    """Return the number of elements of a line: 1 + 2 * min(TOP, vocab)."""
     return 1 + 2 * min(TOP, vocab)
 
 

@@ -50,7 +50,9 @@ class WindowCache(PagedCache):
         return found
 
     def written(self, slots: Slots) -> Slots:
-        """Return `own`. Raises EngineError if one of the pages was freed."""
+        """Return int64[n], the slots here for `slots` int64[n] that a step writes, as `own` does.
+        Raises EngineError if one of their pages was freed.
+        """
         found = self.own(slots)
         if (found == self.null).any():
             raise EngineError("a page of a window that was given back would be written")

@@ -101,6 +101,7 @@ class Heads:
     q_norm, k_norm  float32[E] of every query or key head; None = not normalised
     eps             of those norms
     rotary          of the positions of the M nodes
+    parts           computes the norms and the rotation
     sinks           float32[A] a score of each query head that has no value; None = none
     gate            [M,A*E] whose sigmoid multiplies the attention output; None = not gated
     late            whether the norms follow the rotation

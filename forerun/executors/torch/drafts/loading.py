@@ -82,7 +82,9 @@ def allocated(
 
 
 def read_tensor(executor: TorchTarget, draft: DraftFile | BlockFile, name: str) -> Tensor:
-    """Return a tensor of a draft's file, in the target's dtype on its device."""
+    """Return a tensor of a draft's file, in the target's dtype on its device. Raises KeyError for
+    an unknown name, ModelError if a number is not finite.
+    """
     return torch.from_numpy(np.array(draft.tensor(name))).to(executor.device, executor.dtype)
 
 
@@ -112,8 +114,9 @@ def eagle_embedding(executor: TorchTarget, draft: DraftFile) -> Tensor:
 def eagle_weights(
     executor: TorchTarget, checkpoint: Checkpoint, draft: DraftFile
 ) -> Callable[[str], Tensor]:
-    """Return a reader of a head's weights [N,K] or [N] by name, in the target's dtype on its
-    device; the output head is the target's if the file has none.
+    """Return a function that reads a head's weight [N,K] or [N] by name, in the target's dtype on
+    its device; the output head is the target's if the file has none. It raises KeyError for an
+    unknown name, ModelError if a number is not finite.
     """
 
     def weights(name: str) -> Tensor:

@@ -77,8 +77,9 @@ class RankStart:
 
 
 def digest(path: Path) -> str:
-    """Return a digest of a checkpoint's files: their names, sizes, headers, and samples of the
-    rest. Takes milliseconds for a model of any size.
+    """Return a digest of a checkpoint's files as 16 hex digits: their names, sizes, headers, and
+    samples of the rest. Takes milliseconds for a model of any size. Raises OSError if one cannot
+    be read.
     """
     files = (
         parts_of(path)

@@ -47,7 +47,7 @@ _NO_SESSIONS = "requests stand alone; prefixes are cached automatically"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams(TokenFields):
-    """`sampling_params`."""
+    """`sampling_params` of /generate, by SGLang's names."""
 
     max_new_tokens: int | None = accept(integer(0, MAX_TOKENS))
     min_new_tokens: int = accept(integer(0, MAX_TOKENS), 0)
@@ -67,7 +67,7 @@ class SamplingParams(TokenFields):
 
     @property
     def rules(self) -> Rules | None:
-        """The one constraint. Raises RequestError naming two where there are more."""
+        """The constraint, None without one. Raises RequestError if there are several."""
         kinds = ("json_schema", "regex", "ebnf", "structural_tag")
         return one_of(self, kinds, "sampling_params.")
 
