@@ -20,8 +20,8 @@ HEAD = """# Coming from another server
 
 Move the command line over. Each name below works on `forerun serve`, `run` and `chat` (and where
 else the option exists), as `FORERUN_*` in the environment, and in a `--config` file; it is
-honoured, or taken with a line in the log where it changes no text, or refused with what to do
-instead.
+honoured, or taken with a line in the log where it changes no text ([all of
+these](../../forerun/options/without_effect.json)), or refused with what to do instead.
 
     python -m forerun.launch_server --model-path org/target --speculative-algorithm EAGLE3 \\
         --speculative-draft-model-path org/draft --speculative-num-steps 3 \\
@@ -87,9 +87,11 @@ def methods() -> str:
 
 
 def names(aliases: list[Alias]) -> str:
-    """One row per meaning, names of one meaning together."""
+    """One row per meaning, names of one meaning together, but those that change nothing."""
     found: dict[tuple[str, bool], list[str]] = {}
     for one in aliases:
+        if one.verdict is Verdict.IGNORED:
+            continue
         key = one.meaning, one.verdict is Verdict.REFUSED
         found.setdefault(key, []).extend(f"`{flag}`" for flag in one.flags.split())
     rows = ["| there | here |", "| --- | --- |"]

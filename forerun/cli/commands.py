@@ -81,7 +81,8 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
         help="answer requests in OpenAI's batch format, one per line; continues an interrupted run",
     )
     parser.add_argument("--out", metavar="FILE", help="with --batch: the answers, a line each")
-    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--prompt", "-p", metavar="TEXT", help="the prompt, as in llama-cli")
+    _system_flag(parser)
     parser.add_argument("--raw", action="store_true", help="continue the text: no chat template")
     parser.add_argument(
         "--parse-special",
@@ -102,11 +103,16 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
 
 def _grammar_flags(parser: argparse.ArgumentParser) -> None:
     one = parser.add_argument_group("structured output").add_mutually_exclusive_group()
-    one.add_argument("--schema", metavar="FILE", help="the text must be JSON valid under a schema")
+    json_schema = "the text must be JSON valid under a schema"
+    one.add_argument("--schema", "--json-schema-file", "-jf", metavar="FILE", help=json_schema)
     one.add_argument("--regex", metavar="PATTERN", help="the text must match, as a whole")
-    one.add_argument(
-        "--grammar", metavar="FILE", help="the text must follow a grammar, GBNF or Lark"
-    )
+    grammar = "the text must follow a grammar, GBNF or Lark"
+    one.add_argument("--grammar", "--grammar-file", metavar="FILE", help=grammar)
+
+
+def _system_flag(parser: argparse.ArgumentParser) -> None:
+    names = ("--system", "--system-prompt", "-sys")
+    parser.add_argument(*names, metavar="TEXT", help="system message")
 
 
 def _model_word(parser: argparse.ArgumentParser) -> None:
@@ -120,7 +126,7 @@ def _model_word(parser: argparse.ArgumentParser) -> None:
 
 def _chat_flags(parser: argparse.ArgumentParser) -> None:
     _model_word(parser)
-    parser.add_argument("--system", metavar="TEXT", help="system message")
+    _system_flag(parser)
     flags_of(AskConfig, parser, "answers", seed=None)
     flags_of(EngineConfig, parser, "model and engine", max_sequences=1)
 

@@ -21,9 +21,11 @@ from forerun.options.flags import MANY, Given, Option, gather, own_option, place
 
 PREFIX = "FORERUN_"
 LLAMA_PREFIX = "LLAMA_ARG_"
+MODELS_DIR = "LLAMA_ARG_MODELS_DIR"
 _LLAMA_NAMES = {"n-parallel": "parallel", "batch": "batch-size", "ubatch": "ubatch-size",
                 "endpoint-metrics": "metrics", "endpoint-slots": "slots", "endpoint-props": "props",
-                "n-predict": "max-tokens"}  # fmt: skip
+                "think": "reasoning-format", "think-budget": "reasoning-budget",
+                "n-gpu-layers-draft": "gpu-layers-draft"}  # fmt: skip
 """Variables of llama.cpp whose names differ from its flags."""
 _KEYS = {"LLAMA_API_KEY": "api-key", "VLLM_API_KEY": "api-key"}
 """Variables that hold the API key of other servers. They are read because a server would be open
@@ -47,7 +49,7 @@ def settle(arguments: argparse.Namespace, environment: Mapping[str, str] = os.en
     given = list(arguments.given)
     if "words" in vars(arguments):
         model_given = any(one.option.fields == ("model",) for one in given)
-        arguments.model_word, arguments.prompt = parted(arguments.words, model_given)
+        _read_words(arguments, model_given)
     if vars(arguments).get("model_word") and "model" not in options:
         arguments.model = arguments.model_word
     elif vars(arguments).get("model_word"):
@@ -59,6 +61,8 @@ def settle(arguments: argparse.Namespace, environment: Mapping[str, str] = os.en
             f"the names {', '.join(names)} were given, but no model; put the model first: forerun "
             f"{arguments.command} MODEL {given[0].where} NAME ..."
         )
+    if environment.get(MODELS_DIR) and not vars(arguments).get("models_dir", True):
+        arguments.models_dir = environment[MODELS_DIR]
     layers = (
         from_file(Path(file), options, arguments.command) if file else [],
         from_llama(environment, options),
@@ -67,7 +71,7 @@ def settle(arguments: argparse.Namespace, environment: Mapping[str, str] = os.en
     )
     arguments.values = dict(arguments.defaults)
     for layer in layers:
-        arguments.values |= gather(layer)
+        arguments.values |= gather(with_file(layer))
     arguments.written = places(one for layer in layers for one in layer)
 
 
@@ -88,6 +92,36 @@ def parted(words: Sequence[str], model_given: bool) -> tuple[str | None, str | N
     return (words[0], None) if alone else (None, words[0])
 
 
+def _read_words(arguments: argparse.Namespace, model_given: bool) -> None:
+    """Set `model_word` and `prompt` of `forerun run`. With --prompt, a word is the model. Raises
+    ConfigError for too many words.
+    """
+    words, prompt = arguments.words, arguments.prompt
+    if prompt is None:
+        arguments.model_word, arguments.prompt = parted(words, model_given)
+    elif len(words) > 1:
+        raise ConfigError(f"{words[1]!r} is one word too many: --prompt is the prompt.")
+    else:
+        arguments.model_word = words[0] if words else None
+
+
+def with_file(given: Sequence[Given]) -> list[Given]:
+    """Return the options with llama.cpp's --hf-file put behind the hub id that it belongs to, as
+    `org/name:file`; without a hub id it stays.
+    """
+    files = [one for one in given if one.option.name in ("hf-file", "hff")]
+    if not files or not any(one.option.name in ("hf-repo", "hf", "hfr") for one in given):
+        return [*given]
+    name = files[-1].text.rpartition("/")[2]
+    return [
+        replace(one, text=f"{one.text.partition(':')[0]}:{name}")
+        if one.option.name in ("hf-repo", "hf", "hfr")
+        else one
+        for one in given
+        if one not in files
+    ]
+
+
 def from_llama(environment: Mapping[str, str], options: Mapping[str, Option]) -> list[Given]:
     """Return the options in LLAMA_ARG_*, which configure llama.cpp's server, and the API keys of
     other servers. A name without an equivalent is logged and ignored.
@@ -98,7 +132,7 @@ def from_llama(environment: Mapping[str, str], options: Mapping[str, Option]) ->
             continue
         if variable in _KEYS and text:
             found.append(Given(options[_KEYS[variable]], text, variable))
-        if not variable.startswith(LLAMA_PREFIX):
+        if not variable.startswith(LLAMA_PREFIX) or variable == MODELS_DIR:
             continue
         name = variable.removeprefix(LLAMA_PREFIX).lower().replace("_", "-")
         option = options.get(_LLAMA_NAMES.get(name, name))

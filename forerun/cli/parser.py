@@ -2,8 +2,10 @@
 
 import argparse
 import difflib
+import json
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from forerun.errors import ConfigError
@@ -20,6 +22,48 @@ MOVED = {
     "simulate": "eval shows what the trainer simulated on its held-out answers",
 }
 """Removed options, and their replacements."""
+
+
+_NAME = re.compile(
+    r"--(?P<name>[A-Za-z][\w-]*)(?P<keys>(\.[A-Za-z_][\w-]*)*)(=(?P<value>.*))?", re.DOTALL
+)
+
+
+def usual_names(words: Sequence[str]) -> Iterator[str]:
+    """Yield a command line's words with options as they are declared: `--n_ctx` becomes `--n-ctx`
+    (llama.cpp, vLLM), and `--name.key VALUE` (vLLM) a JSON object for `--name`, in the place of the
+    first. Words behind `--` stay.
+    """
+    objects: dict[str, dict[str, Any]] = {}
+    line: list[str | dict[str, Any]] = []
+    rest = iter(words)
+    for word in rest:
+        match = None if word == "--" else _NAME.fullmatch(word)
+        if match is None:
+            line += [word, *rest] if word == "--" else [word]
+            continue
+        name, value = "--" + match["name"].replace("_", "-"), match["value"]
+        if not match["keys"]:
+            line.append(name if value is None else f"{name}={value}")
+            continue
+        if name not in objects:
+            line += [name, objects.setdefault(name, {})]
+        *outer, last = match["keys"][1:].split(".")
+        place = objects[name]
+        for key in outer:
+            place = place.setdefault(key, {})
+            if not isinstance(place, dict):
+                raise ConfigError(f"{word} is within {key}, which has a value of its own.")
+        place[last] = _member(next(rest, "true") if value is None else value)
+    yield from (word if isinstance(word, str) else json.dumps(word) for word in line)
+
+
+def _member(text: str) -> Any:
+    """Return the JSON value that `text` is; text that is none is a string."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,7 +90,8 @@ class Parser(argparse.ArgumentParser):
         """Parse as argparse does. If there are unknown names or superfluous words, raises one
         ConfigError with a line for each, and for each invalid option.
         """
-        parsed, rest = self.parse_known_args(args, namespace)
+        line = usual_names(sys.argv[1:] if args is None else args)
+        parsed, rest = self.parse_known_args([*line], namespace)
         options = vars(parsed).get("options") or {}
         flags = [word.split("=")[0] for word in rest if word.startswith("-") and word != "-"]
         command = vars(parsed).get("command")
@@ -71,10 +116,14 @@ class Parser(argparse.ArgumentParser):
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Return the options that a word may mean: `-n4` means -n, but `-f` is not an abbreviation
-        of -fa, as argparse would assume.
+        of -fa, as argparse would assume, nor is `-cnv` the value nv of -c.
         """
         found = super()._get_option_tuples(option_string)
-        return [one for one in found if option_string.startswith(one[1])]
+        return [
+            one
+            for one in found
+            if option_string.startswith(one[1]) and not (one[2] or "").lstrip("-")[:1].isalpha()
+        ]
 
     def _placed(self, parsed: argparse.Namespace, rest: list[str]) -> list[str]:
         """Assign words after flags to the positional arguments that are still empty: argparse

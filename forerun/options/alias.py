@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from enum import Enum
@@ -131,9 +132,77 @@ def chain_length(where: str, text: str) -> dict[str, Any]:
     return {"speculative_num_steps": steps, "speculative_num_draft_tokens": steps + 1}
 
 
-def draft_model(where: str, text: str) -> dict[str, Any]:
-    """Return the fields for a whole model that drafts (STANDALONE), named by `text`."""
-    return {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": text}
+_TYPES = {
+    "none": "OFF",
+    "draft-simple": "STANDALONE",
+    "draft-eagle3": "EAGLE3",
+    "draft-mtp": "NEXTN",
+    "draft-dflash": "DFLASH",
+    "draft-dspark": "DFLASH",
+}
+"""llama.cpp's types of speculation that have a draft, or none."""
+
+
+def speculative_types(where: str, text: str) -> dict[str, Any]:
+    """Return the algorithm for llama.cpp's types of speculation, separated by commas. Raises
+    ConfigError, naming `where`, for an unknown type and for several drafts.
+    """
+    names = [name.strip().lower() for name in text.split(",")]
+    drafts = [name for name in names if not name.startswith("ngram-")]
+    if len(drafts) > 1 or not set(drafts) <= set(_TYPES):
+        known = ", ".join(_TYPES)
+        raise ConfigError(
+            f"{where} is {text!r}, but takes one of {known}, and ngram-... beside it."
+        )
+    algorithm = _TYPES[drafts[0]] if drafts else "NGRAM"
+    both = drafts and len(names) > 1 and algorithm != "OFF"
+    return {"speculative_algorithm": f"{algorithm}+NGRAM" if both else algorithm}
+
+
+def named_format(field: str, known: Mapping[str, str]) -> Callable[[str, str], dict[str, Any]]:
+    """Return a reader of other servers' names of formats, which sets `field`: of a name that is not
+    among `known` it logs that the model's template decides.
+    """
+
+    def read(where: str, text: str) -> dict[str, Any]:
+        if text.lower() not in known:
+            log.warning("%s %s is no format here: the model's template decides.", where, text)
+        return {field: known.get(text.lower(), "auto")}
+
+    return read
+
+
+_QUANTISED = re.compile(
+    r"(awq|gptq|marlin|compressed-tensors|modelopt|mxfp|nvfp|petit|auto-round|auto_round|quark|"
+    r"w[48]a\d|moe_wna|fbgemm|ascend).*"
+)
+"""Matches other servers' names of quantised files."""
+
+
+def file_quantization(known: Mapping[str, str]) -> Callable[[str, str], dict[str, Any]]:
+    """Return a reader of a quantisation: sets `dtype` to the value in `known`, or nothing for names
+    of quantised files, which is logged. The reader raises ConfigError for other names.
+    """
+
+    def read(where: str, text: str) -> dict[str, Any]:
+        name = text.lower()
+        if name in known:
+            return {"dtype": known[name]}
+        if not _QUANTISED.fullmatch(name):
+            raise ConfigError(
+                f"{where} may be {', '.join(known)}, not {text!r} (leave it out for files that are "
+                "quantised: they say so themselves)."
+            )
+        log.warning("%s %s changes nothing here: a quantised file says so itself.", where, text)
+        return {}
+
+    return read
+
+
+def effort(where: str, text: str) -> dict[str, Any]:
+    """Return the chat template's variables for an effort of reasoning; "default" sets none."""
+    usual = text.lower() == "default"
+    return {"chat_template_kwargs": json.dumps({} if usual else {"reasoning_effort": text})}
 
 
 def grammar_backend(where: str, text: str) -> dict[str, Any]:
@@ -146,6 +215,22 @@ def grammar_backend(where: str, text: str) -> dict[str, Any]:
     elif name not in ("auto", "llguidance", "guidance"):
         raise ConfigError(f"{where} {text} cannot be honoured: llguidance matches all grammars.")
     return {}
+
+
+def structured_outputs(where: str, text: str) -> dict[str, Any]:
+    """Return the fields for vLLM's structured_outputs_config, a JSON object. Raises ConfigError,
+    naming `where`, for a key that would change what is matched.
+    """
+    values: dict[str, Any] = {}
+    for key, value in _json_object(where, text).items():
+        place = f"{where}: {key}"
+        if key == "backend":
+            grammar_backend(place, str(value))
+        elif key == "disable_additional_properties" and value is True:
+            values["additional_properties"] = "deny"
+        elif value not in (None, False):
+            raise ConfigError(f"{place} cannot be honoured: requests say so; leave the key out.")
+    return values
 
 
 def gpu_layers(where: str, text: str) -> dict[str, Any]:
@@ -178,6 +263,16 @@ def sampling_default(name: str) -> Callable[[str, str], dict[str, Any]]:
         return _override(where, {name: text})
 
     return read
+
+
+def default_seed(where: str, text: str) -> dict[str, Any]:
+    """Return the fields for the seed of requests that have none, which is logged; -1 sets none.
+    Raises ConfigError, naming `where`, for anything but a whole number.
+    """
+    if text == "-1":
+        return {}
+    log.warning("%s %s: requests without a seed have this one; alike, they end alike.", where, text)
+    return _override(where, {"seed": text})
 
 
 def sampling_object(where: str, text: str) -> dict[str, Any]:
@@ -216,22 +311,40 @@ METHODS = {
     "mtp": "NEXTN",
     "draft_model": "STANDALONE",
     "dflash": "DFLASH",
+    "dspark": "DFLASH",
 }
-"""vLLM's methods of speculation."""
+"""vLLM's methods of speculation; those of single families end in _mtp, and mean mtp."""
 
 _LOOKUP = "lookup weighs runs of 1 to 16 tokens by what they proved to be worth"
+_DRAFT = "a draft is computed where and how the target is"
+_MEASURED = "the policy measures when draft tokens pay, and how many"
+_WITHOUT_EFFECT = {
+    **dict.fromkeys(("prompt_lookup_min", "prompt_lookup_max"), _LOOKUP),
+    **dict.fromkeys(
+        ("draft_tensor_parallel_size", "quantization", "max_model_len", "attention_backend",
+         "moe_backend", "kv_cache_dtype", "enforce_eager", "draft_sample_method",
+         "disable_padded_drafter_batch", "use_local_argmax_reduction"), _DRAFT),
+    **dict.fromkeys(
+        ("disable_by_batch_size", "num_speculative_tokens_per_batch_size",
+         "enable_adaptive_verification"), _MEASURED),
+}  # fmt: skip
+"""Keys of vLLM's speculative_config that change no text, with the reasons."""
 _KEYS_REFUSED = {
-    "draft_tensor_parallel_size": "one device runs a model",
-    "quantization": "a draft is computed in the target's numbers",
-    "max_model_len": "speculation has no length of its own",
-    "disable_by_batch_size": "the policy measures when draft tokens pay, at every batch size",
-    "draft_sample_method": "draft tokens are the likeliest ones; acceptance stays exact",
     "rejection_sample_method": "acceptance is exact by a rule of its own",
     "parallel_drafting": "the method dflash is for drafters of whole blocks",
-    "num_speculative_tokens_per_batch_size": "the policy measures how many pay",
-    "enable_adaptive_verification": "--policy adaptive is the default",
 }
 """Keys of vLLM's speculative_config that are rejected, with the reasons."""
+
+
+def speculative_method(where: str, text: str) -> dict[str, Any]:
+    """Return the algorithm for vLLM's method of speculation. Raises ConfigError, naming `where`,
+    for an unknown one.
+    """
+    name = "mtp" if str(text).endswith("_mtp") else text
+    if name not in METHODS:
+        known = ", ".join(METHODS)
+        raise ConfigError(f"{where} is {text!r}; methods known here are {known}.")
+    return {"speculative_algorithm": METHODS[name]}
 
 
 def speculative_config(where: str, text: str) -> dict[str, Any]:
@@ -241,19 +354,18 @@ def speculative_config(where: str, text: str) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in _json_object(where, text).items():
         place = f"{where}: {key}"
-        if value is None or (key == "draft_tensor_parallel_size" and value == 1):
+        if value is None:
             continue
         if key == "method":
-            if value not in METHODS:
-                known = ", ".join(METHODS)
-                raise ConfigError(f"{place} is {value!r}; methods known here are {known}.")
-            values["speculative_algorithm"] = METHODS[value]
+            values |= speculative_method(place, value)
+        elif key == "model" and value in ("ngram", "[ngram]"):
+            values["speculative_algorithm"] = "NGRAM"
         elif key == "model":
             values["speculative_draft_model_path"] = str(value)
         elif key == "revision":
             values["speculative_draft_model_revision"] = str(value)
-        elif key in ("prompt_lookup_min", "prompt_lookup_max"):
-            log.warning("%s changes nothing here: %s.", place, _LOOKUP)
+        elif key in _WITHOUT_EFFECT or key.startswith("suffix_decoding_"):
+            log.warning("%s changes nothing here: %s.", place, _WITHOUT_EFFECT.get(key, _LOOKUP))
         elif key == "num_speculative_tokens":
             values |= chain_length(place, str(value))
         else:

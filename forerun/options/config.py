@@ -49,6 +49,11 @@ MAX_CHOICES = 128
 """Largest n of a request that any engine accepts; a server may allow less."""
 
 
+def _no_minus_one(text: str) -> str | None:
+    """Return the text of a number, but None for -1, llama.cpp's word for its own choice."""
+    return None if text == "-1" else text
+
+
 NATIVE_DTYPES = ("file", "q8_0", "q4_1", "q4_k")
 """Values of `dtype` for the compiled core."""
 KV_DTYPES = {"q8_0": "cpu", "float8": "torch"}
@@ -167,7 +172,11 @@ class EngineConfig:
         "off)",
     )
     threads: int | None = option(
-        None, "compute threads (default: one per physical core, 16 at most)", low=1, high=1024
+        None,
+        "compute threads (default: one per physical core, 16 at most)",
+        low=1,
+        high=1024,
+        spellings=_no_minus_one,
     )
     context: int | None = option(
         None, "longest sequence in tokens (default: the model's, as far as memory allows)", low=8
@@ -187,7 +196,9 @@ class EngineConfig:
         "10 GB, or a quarter of what is free on the disk)",
         low=1 << 16,
     )
-    max_sequences: int = option(64, "sequences that run at once", low=1, high=4096)
+    max_sequences: int = option(
+        64, "sequences that run at once", low=1, high=4096, spellings=_no_minus_one
+    )
     mem_fraction_static: float | None = option(
         None,
         "share of the free memory that weights, key/value cache and scratch may take; the rest is "

@@ -31,7 +31,8 @@ def option(
     choices    the allowed strings; () = any
     low, high  bounds of a number; None = none
     flag       the flag's name without dashes, if it is not the field's
-    spellings  converts other spellings of a choice, or of a member of a tuple
+    spellings  converts other spellings of a choice, of a member of a tuple, or of a whole number,
+               where None is the default
     """
     facts = {"help": text, "choices": choices, "low": low, "high": high, "flag": flag}
     return field(default=default, metadata=facts | {"spellings": spellings})
@@ -114,6 +115,8 @@ def parsed(item: "Field[Any]", where: str, text: str) -> Any:
     kind = kind_of(item)
     if kind is bool:
         return truth(where, text)
+    if kind is int and item.metadata["spellings"](text) is None:
+        return item.default
     try:
         value = whole(text) if kind is int else float(text) if kind is float else text
     except (ValueError, OverflowError):  # A number with a unit may be "inf".

@@ -41,28 +41,32 @@ RANGES: dict[str, tuple[float, float]] = {
 """The least and greatest value of each parameter in requests and options."""
 
 
+_OVERRIDES = {**RANGES, "seed": (0, 2**53)}
+_WHOLE = ("top_k", "seed")
+
+
 def parse_overrides(pairs: tuple[str, ...]) -> dict[str, float]:
-    """Return the sampling parameters that NAME=VALUE pairs set. Raises ConfigError naming the first
-    pair whose name is unknown or whose value is no number within its bounds.
+    """Return the sampling parameters, and the seed, that NAME=VALUE pairs set. Raises ConfigError
+    naming the first pair whose name is unknown or whose value is no number within its bounds.
     """
     values: dict[str, float] = {}
     for pair in pairs:
         name, _, text = pair.partition("=")
         name = name.strip().replace("-", "_")
-        if name not in RANGES:
+        if name not in _OVERRIDES:
             raise ConfigError(
                 f"sampling-override has {pair!r}, but must be NAME=VALUE with one of the names "
-                f"{', '.join(RANGES)}."
+                f"{', '.join(_OVERRIDES)}."
             )
-        low, high = RANGES[name]
+        low, high = _OVERRIDES[name]
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not low <= value <= high or (name == "top_k" and value % 1):
-            kind = "a whole number" if name == "top_k" else "a number"
+        if not low <= value <= high or (name in _WHOLE and value % 1):
+            kind = "a whole number" if name in _WHOLE else "a number"
             raise ConfigError(
                 f"sampling-override has {pair!r}, but {name} must be {kind} from {low} to {high}."
             )
-        values[name] = max(int(value), 0) if name == "top_k" else value
+        values[name] = max(int(value), 0) if name in _WHOLE else value
     return values

@@ -47,11 +47,11 @@ def test_a_name_means_one_thing():
     own = {own_option(item).flag for item in FIELDS.values()}
     # Options of run's answer; in a server, which has none of these, defaults of requests.
     twice = {flag for flag in flags if flags.count(flag) > 1} | own & set(flags)
-    assert twice == {"--temperature", "--temp", "--top-k", "--top-p", "--min-p", "--repeat-penalty"}
+    ask = {item.name for item in fields(AskConfig)}
     for flag in twice - own:
         first, second = (option for option in OPTIONS if option.flag == flag)
-        assert set(first.fields) <= {item.name for item in fields(AskConfig)}
-        assert second.fields == ("sampling_override",)
+        assert set(first.fields) <= ask and second.fields in (("sampling_override",), ())
+    assert {flag[2:].replace("-", "_") for flag in twice & own} <= ask
     kinds = (EngineConfig, ServeSettings, AskConfig)
     assert len(FIELDS) == sum(len(fields(kind)) for kind in kinds)
     for alias in ALIASES:
@@ -130,9 +130,18 @@ def test_what_is_refused_says_so_on_the_command_line(option, capsys):
          {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 16}),
         ("--speculative-accept-threshold-single 0.4 --speculative-algorithm none",
          {"speculative_algorithm": "OFF", "speculative_accept_threshold_single": 0.4}),
-        ("--model-draft small.gguf --draft-max 3", {"speculative_algorithm": "STANDALONE",
+        ("--model-draft small.gguf --draft-max 3", {
           "speculative_draft_model_path": "small.gguf", "speculative_num_steps": 3,
           "speculative_num_draft_tokens": 4}),
+        ("-hfd a/b --spec-type ngram-mod,draft-mtp", {
+          "speculative_draft_model_path": "a/b", "speculative_algorithm": "NEXTN+NGRAM"}),
+        ("--n_ctx 512 --max_num_seqs 2 --threads -1", {"context": 512, "max_sequences": 2}),
+        ("-hf a/b:Q8_0 --hf-file BF16/c-BF16.gguf", {"model": "a/b:c-BF16.gguf"}),
+        ("-np -1 -t -1 --prio 3 -ot exps=CPU -fit on -dev none -O3 --no-cache-prompt -mg 0",
+         {"device": "cpu"}),
+        ("--seed 3407 -n -1", {"sampling_override": ("seed=3407",)}),
+        ("--reasoning-effort high", {"chat_template_kwargs": '{"reasoning_effort": "high"}'}),
+        ("--quantization compressed-tensors", {}),
         ("--draft-max 3", {"speculative_num_steps": 3, "speculative_num_draft_tokens": 4}),
         ("--draft 16", {"speculative_num_steps": 16, "speculative_num_draft_tokens": 17}),
         ("--speculative-algorithm eagle3+ngram --draft-on-error stop",
@@ -163,6 +172,11 @@ def test_llama_cpps_environment(caplog):
         assert server("--api-key", "own", **{name: "secret"}).api_keys == ("own",)
         assert server(**{name: ""}).api_keys == ()
     assert settled("run", "hi", **variables).values["context"] == EngineConfig().context
+    repository = {"LLAMA_ARG_HF_REPO": "a/b", "LLAMA_ARG_HF_FILE": "c.gguf"}
+    assert engine(**repository).model == "a/b:c.gguf"
+    assert server(LLAMA_ARG_THINK="none", LLAMA_ARG_THINK_BUDGET="7").thinking_budget == 7
+    folder = settled("serve", LLAMA_ARG_MODELS_DIR="/models")
+    assert folder.models_dir == "/models" and folder.values["model"] == EngineConfig().model
 
 
 @pytest.mark.parametrize(
@@ -175,7 +189,7 @@ def test_llama_cpps_environment(caplog):
         ("-ctk q4_0", "may be f16, q8_0, .*--kv-dtype float8 halves the cache"),
         ("--reranking", "run another server beside it"),
         ("--rope-scaling yarn", "a model is what its file says"),
-        ("--quantization awq", "leave it out for files that are quantised"),
+        ("--quantization bitsandbytes", "leave it out for files that are quantised"),
     ],
 )
 def test_what_to_say_instead(line, message):
@@ -272,11 +286,25 @@ def test_vllms_speculative_config():
     assert engine("--speculative-config", '{"method": "mtp"}').speculative_algorithm == "NEXTN"
     same = ["--speculative-config", '{"draft_tensor_parallel_size": 1, "method": "ngram"}']
     assert engine(*same) == EngineConfig(speculative_algorithm="NGRAM")
+    for said in ('{"method": "deepseek_mtp"}', '{"method": "qwen3_next_mtp", "quantization": "x"}'):
+        assert engine("--speculative-config", said) == EngineConfig(speculative_algorithm="NEXTN")
+    assert engine("--speculative-config", '{"model": "[ngram]"}').speculative_algorithm == "NGRAM"
+    dotted = ["--speculative_config.method", "eagle3", "--speculative_config.model=d",
+              "--speculative-config.num_speculative_tokens", "3"]  # fmt: skip
+    assert engine(*dotted, "--speculative_config.revision", "r") == expected
+    assert engine("--spec-method", "dspark", "--spec-model", "d", "--spec-tokens", "7") == (
+        EngineConfig(
+            speculative_algorithm="DFLASH",
+            speculative_draft_model_path="d",
+            speculative_num_steps=7,
+            speculative_num_draft_tokens=8,
+        )
+    )
     for wrong, problem in (
         ("3", "takes a JSON object"),
         ("{", "takes a JSON object"),
         ('{"method": "medusa"}', "methods known here are ngram"),
-        ('{"disable_by_batch_size": 4}', "disable_by_batch_size cannot be honoured"),
+        ('{"parallel_drafting": true}', "parallel_drafting cannot be honoured"),
         ('{"speed": 4}', "speed is no key that is known"),
     ):
         with pytest.raises(ConfigError, match=problem):
@@ -299,8 +327,12 @@ def test_vllms_speculative_config():
         ("--enable-torch-compile --executor cpu", "needs the torch executor"),
         ("--max-model-len 5000 --context 4000", "--max-model-len and --context both set context"),
         ("a/b --model c/d", "the first argument and --model both set model, to a/b and c/d"),
-        ("--tool-call-parser pythonic", "may be auto, hermes"),
-        ("--reasoning-parser kimi", "--reasoning-end names the text"),
+        ("-n 300", "a request brings its own max_tokens"),
+        ("--spec-type draft-mtp,draft-eagle3", "takes one of none, draft-simple"),
+        ("--hf-file x.gguf", "it goes with --hf-repo"),
+        ("-hft secret", "-hft cannot be honoured: set HF_TOKEN in the environment"),
+        ("--dry-multiplier 0.5", "this sampler is not here; leave the option out"),
+        ("--speculative_config.a 1 --speculative_config.a.b 1", "is within a, which has a value"),
         ("--port x", "--port takes a whole number, not 'x'"),
         ("--context infk", "--context takes a whole number, not 'infk'"),
         ("--api-key a --ssl-keyfile k", "ssl-keyfile and ssl-certfile go together"),
@@ -313,10 +345,14 @@ def test_what_cannot_be_is_one_sentence(line, problem, capsys):
 
 
 def test_no_name_is_the_beginning_of_another(capsys):
-    """llama.cpp's -f and -p name a prompt, and a prompt is not swallowed by -fa or -pp."""
-    for flag in ("-f", "-p", "-u"):
+    """-u names nothing: it is not swallowed by -ub. -cnv is a name, not the number nv of -c."""
+    for flag in ("-u", "-cxy", "-mfile"):
         assert main(["run", "toy", "Hi", flag, "64"]) == 2
         assert f"There is no option {flag} of forerun run" in capsys.readouterr().err
+    assert main(["run", "toy", "Hi", "-f", "64"]) == 2
+    assert "-f cannot be honoured: forerun run - reads" in capsys.readouterr().err
+    assert main(["run", "toy", "-cnv", "-st", "-p", "Hi", "-n", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["tokens"] == 3
     assert main(["run", "toy", "Hi", "-n4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] == 4
 
@@ -475,7 +511,7 @@ def test_a_commands_own_flags_are_hinted_at_too(capsys):
         ("eval", "--promts", "--prompts"),
         ("bench --launch", "--concurency", "--concurrency"),
         ("prove", "--quik", "--quick"),
-        ("run", "--json-schema", "--schema"),
+        ("run", "--json-schema", "--json-schema-file"),
     ):
         assert main([*command.split(), wrong, "x"]) == 2
         assert f"did you mean {meant}?" in capsys.readouterr().err

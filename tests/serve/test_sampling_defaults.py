@@ -38,7 +38,7 @@ def samplings(folder, how="model", override=()):
             chat_generation(read(ChatBody, chat), loaded, ServeSettings()),
         ]
         served = [one.requests[0].sampling for one in made]
-        assert loaded.info["sampling_defaults"].keys() == NEUTRAL.keys()
+        assert loaded.info["sampling_defaults"].keys() >= NEUTRAL.keys()
         return served, AskConfig(min_p=0.1).options(loaded.target.sampling)
 
 
@@ -64,6 +64,9 @@ def test_what_an_option_overrides_holds_for_requests_that_leave_it_out(folder):
     assert (plain.temperature, plain.top_p, plain.top_k) == (0.3, 0.95, 0)
     assert (chat.temperature, chat.top_k, chat.presence_penalty) == (0.0, 5, 1.5)
     assert (sampling["temperature"], sampling["top_k"]) == (0.3, 5)
+    assert plain.seed != chat.seed
+    (plain, chat), _ = samplings(folder, override=("seed=3407",))
+    assert (plain.seed, chat.seed) == (3407, 3407)
 
 
 @pytest.mark.parametrize(

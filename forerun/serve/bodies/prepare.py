@@ -256,14 +256,14 @@ def _sampling(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> Sampling:
-    """Return the sampling parameters. Without a seed from the client, each request gets a random
-    one.
+    """Return the sampling parameters. Without a seed from the client, a request gets the server's
+    (--sampling-override), else a random one.
     """
     tokenizer = loaded.tokenizer
     eos = () if body.ignore_eos else tokenizer.eos_ids
     given = {name: getattr(body, name) for name in NEUTRAL}
     asked = {name: value for name, value in given.items() if value is not None}
-    usual = {**NEUTRAL, **loaded.sampling, **asked}
+    usual = {**NEUTRAL, "seed": secrets.randbits(64), **loaded.sampling, **asked}
     single, acc = body.speculative.accept_threshold_single, body.speculative.accept_threshold_acc
     config = loaded.config
     return Sampling(
@@ -271,7 +271,7 @@ def _sampling(
         top_k=max(int(usual["top_k"]), 0),
         top_p=usual["top_p"],
         min_p=usual["min_p"],
-        seed=secrets.randbits(64) if body.seed is None else body.seed % 2**64,
+        seed=int(usual["seed"] if body.seed is None else body.seed) % 2**64,
         repetition_penalty=usual["repetition_penalty"],
         frequency_penalty=usual["frequency_penalty"],
         presence_penalty=usual["presence_penalty"],
