@@ -219,16 +219,14 @@ def _attention_ms(executor: Executor, seconds: float) -> float:
     seconds  time of one prompt token
     """
     limits = executor.limits
-    cached = room = timed_tokens(limits)
+    cached, most = timed_tokens(limits), limits.max_nodes
     if not executor.capabilities.unwritten:
-        cached, most = min(CACHED, max(CACHED // 4, int(SECONDS / seconds)), room), limits.max_nodes
+        cached = min(CACHED, max(CACHED // 4, int(SECONDS / seconds)), cached)
         if limits.checkpoints:  # Recurrent states exist at ends of pages only.
             cached, most = (count - count % limits.page_size for count in (cached, most))
         if not (cached and most):
             return 0.0
-        for start in range(0, cached, most):
-            chunk = np.arange(start, min(start + most, cached), dtype=np.int32)
-            _time_step(executor, _Step(limits, np.zeros_like(chunk)[None], 0, start, samples=False))
+        _fill(executor, cached, most)
     nodes = min(PER_ROW, limits.scored_nodes)
     chain = np.arange(nodes, dtype=np.int32)[None]
     steps = _Step(limits, chain, nodes - 1, cached), _Step(limits, chain, nodes - 1)
@@ -236,10 +234,20 @@ def _attention_ms(executor: Executor, seconds: float) -> float:
     near: list[float] = []
     share = SECONDS / len(NODES) / 2
     while not (_enough(far, share) and _enough(near, share)) and len(far) < MIN_REPEATS:
-        # The far step first: the near one overwrites the start of the cache, not its length.
+        # The far step first: the near one overwrites the start of the cache, not its length. Both
+        # evict the checkpoint of the cached tokens where there are few (recurrent states).
+        if limits.checkpoints and executor.reusable_prefix_len(np.zeros(cached, np.int32)) < cached:
+            _fill(executor, cached, most)
         far.append(_time_step(executor, steps[0]))
         near.append(_time_step(executor, steps[1]))
     return max(0.0, 1e6 * (min(far) - min(near)) / (nodes * cached))
+
+
+def _fill(executor: Executor, cached: int, most: int) -> None:
+    """Write `cached` tokens to the cache, in chunks of `most`."""
+    for start in range(0, cached, most):
+        chunk = np.zeros((1, min(most, cached - start)), np.int32)
+        _time_step(executor, _Step(executor.limits, chunk, 0, start, samples=False))
 
 
 class _Step:
