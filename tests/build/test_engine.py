@@ -3,14 +3,12 @@ import json
 import math
 from dataclasses import fields, replace
 
-import numpy as np
 import pytest
 
-from forerun.build.engine import encode_chat, load, make_engine
+from forerun.build.engine import encode_chat, load
 from forerun.build.registry import EXECUTORS
 from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
-from forerun.client.completion import complete, make_request
 from forerun.client.llm import LLM
 from forerun.errors import ConfigError, EngineError, ModelError, RequestError
 from forerun.executors import cpu
@@ -37,23 +35,6 @@ def test_loading_resolves_everything_into_new_values():
         assert chosen.kv_tokens >= 64 * 256
         assert loaded.info["memory"]["cache"] > 0
         json.dumps(loaded.info)
-
-
-def test_engines_may_take_turns_on_one_target():
-    prompt = np.array([72, 105], np.int32)
-    with toy_target() as target:
-        texts = []
-        for changes in (
-            {},
-            {"speculative_algorithm": "OFF"},
-            {"speculative_num_draft_tokens": 3},
-            {"speculative_num_draft_tokens": 1},
-        ):
-            engine = make_engine(target, replace(target.config, **changes))
-            engine.start()
-            texts.append(complete(engine, [make_request(prompt, max_tokens=60)])[0][0].text)
-            engine.shutdown()
-        assert len(set(texts)) == 1
 
 
 def test_llm_in_a_few_lines():

@@ -57,18 +57,6 @@ def aborted(server):
     return finished(server, "abort")
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_its_request(server, stream):
-    before = aborted(server)
-    with server.connect() as sock:
-        sock.sendall(request_bytes("/v1/completions", {**PLAIN, "stream": stream}))
-        assert wait_for(lambda: running(server) == 1)
-        if stream:
-            read_until(sock, b"data: ")
-    # Otherwise it ends as one that was answered.
-    assert wait_for(lambda: aborted(server) == before + 1)
-
-
 def finished(server, how):
     return server.http.get("/server_info").json()["stats"]["finished"][how]
 
@@ -193,15 +181,6 @@ def test_a_connection_serves_one_request_after_another(server):
             sock.sendall(request_bytes("/v1/completions", body))
             answer = read_until(sock, b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}}")
             assert answer.startswith(b"HTTP/1.1 200")
-
-
-def test_requests_sent_together_are_answered_in_turn(server):
-    with server.connect() as sock:
-        sock.sendall(request_bytes("/v1/completions", {**LONG, "max_tokens": 3}) * 2)
-        answers = read_until(sock, b"}}")
-        while answers.count(b'"usage"') < 2:
-            answers += read_until(sock, b"}}")
-    assert answers.count(b"HTTP/1.1 200") == 2
 
 
 def test_two_hundred_requests_with_aborts(server):

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from random import Random
 
 import pytest
 
@@ -53,39 +52,6 @@ def wait_for(condition, seconds=300.0):
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
         time.sleep(0.002)
-
-
-@pytest.mark.slow
-def test_200_requests_with_aborts_leave_nothing(started):
-    engine = started("ngram", slots=16, pages=120, max_nodes=64)
-    sink, pick = RecordingSink(), Random(1)
-    requests = [
-        ask(str(i), f"Prompt {i % 9} and more", 24, temperature=0.8 * (i % 2), seed=i)
-        for i in range(200)
-    ]
-    gone = {request.id for request in requests if pick.random() < 0.2}
-
-    def client(part):
-        for request in requests[part::8]:
-            engine.submit(request, sink)
-            if request.id in gone:
-                time.sleep(pick.random() / 500)
-                engine.abort(request.id)
-
-    clients = [threading.Thread(target=client, args=(part,)) for part in range(8)]
-    for thread in clients:
-        thread.start()
-    for thread in clients:
-        thread.join()
-    assert engine.drain(300)
-    assert sink.ended == {(request.id, 0) for request in requests}
-    engine.check()
-    stats = engine.stats()
-    assert stats.load.pages_held == stats.load.running == stats.load.waiting == 0
-    assert stats.finished[Finish.ERROR] == 0 and stats.finished[Finish.ABORT] > 0
-    for request in requests:
-        if sink.last(request.id).finish != Finish.ABORT:
-            sink.expect(request)
 
 
 def test_idle_costs_nothing(started, monkeypatch):

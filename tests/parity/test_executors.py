@@ -147,6 +147,17 @@ def test_drafts_change_no_token(executor, kind, reference, temperature, shape):
     assert sum(accepted) > 10
 
 
+def half_true(expected):
+    """Draft tokens of which many are what is expected to come."""
+    random = np.random.default_rng(2)
+
+    def draft(slot, tokens):
+        extending = expected[slot][len(tokens) - len(PROMPTS[slot]) :]
+        return half_true_draft(random, extending, 250)[0]
+
+    return draft
+
+
 PARAMETERS = [
     Sampling(temperature=0.9, seed=1, top_k=5, logprobs=2),
     Sampling(temperature=1.1, seed=2, top_p=0.7, min_p=0.02),
@@ -158,13 +169,7 @@ PARAMETERS = [
 def test_every_sampling_parameter(executor, executor_of, kind):
     """Under trees, with rows of all kinds in one batch."""
     expected = emitted(executor_of(judge_of(kind)), PARAMETERS)
-    random = np.random.default_rng(2)
-
-    def draft(slot, tokens):
-        extending = expected[slot][len(tokens) - len(PROMPTS[slot]) :]
-        return half_true_draft(random, extending, 250)[0]
-
-    assert emitted(executor, PARAMETERS, draft) == expected
+    assert emitted(executor, PARAMETERS, half_true(expected)) == expected
 
 
 def test_accept_thresholds(executor, executor_of, kind):
@@ -206,23 +211,7 @@ def test_grammar_masks(executor, executor_of, kind, temperature):
     judge = executor_of(judge_of(kind))
     expected = emitted(judge, samplings, masks_of=grammar)
     assert expected != emitted(judge, samplings)
-    random = np.random.default_rng(3)
-
-    def draft(slot, tokens):
-        extending = expected[slot][len(tokens) - len(PROMPTS[slot]) :]
-        return half_true_draft(random, extending, 250)[0]
-
-    assert emitted(executor, samplings, draft, masks_of=grammar) == expected
-
-
-def test_rejected_draft_tokens_leave_no_trace(executor, kind, reference):
-    expected = reference(kind, 0.0)
-
-    def wrong(slot, tokens):
-        true = expected[slot][len(tokens) - len(PROMPTS[slot])]
-        return as_draft([(true + 1 + n) % 250 for n in range(8)], np.arange(8) // 3 - 1)
-
-    assert emitted(executor, plain(0.0), wrong) == expected
+    assert emitted(executor, samplings, half_true(expected), masks_of=grammar) == expected
 
 
 def test_all_of_a_right_draft_is_accepted_and_what_was_there_before_leaves_no_trace(

@@ -29,8 +29,7 @@ from tests.models import packers, tiny
 from tests.models.test_quantised import AWQ, FP8, GPTQ, GROUP, compressed, shuffled
 from tests.parity.driver import limits, logits_in_chunks
 from tests.parity.tape import Tape, on_tape
-from tests.parity.test_torch_captured import no_draft, texts
-from tests.parity.test_torch_invariance import half_true_draft
+from tests.parity.test_torch_captured import half_true, no_draft, texts
 
 CPU = torch.device("cpu")
 IN_32 = {"group_size": 32}
@@ -179,15 +178,10 @@ def test_texts_are_equal_with_and_without_speculation(made, name):
         on_tape(patch, tape)
         captured = executor(made(name)).capture()
     assert eager.describe()["batch_invariant"]
-    expected, _ = texts(eager, no_draft)
-    random = np.random.default_rng(0)
-
-    def draft_tokens(slot, tokens):
-        return half_true_draft(random, expected[slot][len(tokens) :], tiny.VOCAB, 5)[0]
-
-    assert texts(eager, draft_tokens)[0] == expected
-    assert texts(captured, no_draft)[0] == expected
-    assert texts(captured, draft_tokens)[0] == expected
+    expected = texts(eager, no_draft)
+    assert texts(eager, half_true(expected, 5)) == expected
+    assert texts(captured, no_draft) == expected
+    assert texts(captured, half_true(expected, 5)) == expected
     assert tape.replays > 20 and captured.describe()["captured"]
 
 

@@ -1,6 +1,5 @@
 """Weights and pages in float8: what they cost in accuracy and memory, and the executor on them."""
 
-import numpy as np
 import pytest
 import torch
 
@@ -17,8 +16,7 @@ from forerun.options.config import EngineConfig
 from tests.models import tiny
 from tests.parity.driver import limits, logits_in_chunks
 from tests.parity.tape import on_tape
-from tests.parity.test_torch_captured import no_draft, texts
-from tests.parity.test_torch_invariance import half_true_draft
+from tests.parity.test_torch_captured import half_true, no_draft, texts
 
 
 def test_rows_are_scaled_by_their_greatest():
@@ -120,7 +118,7 @@ def test_rounds_in_float8_run(checkpoint, monkeypatch):
     on_tape(monkeypatch)
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     made = TorchExecutor(checkpoint(), small, dtype="float8").capture()
-    first, second = (texts(made, no_draft)[0] for _ in range(2))
+    first, second = (texts(made, no_draft) for _ in range(2))
     assert first == second and made.describe()["rounds"] > 20
 
 
@@ -130,13 +128,8 @@ def test_guesses_change_nothing_over_float8_pages(checkpoint, monkeypatch, taped
         on_tape(monkeypatch)
     small = limits(tiny.VOCAB, context=128, pages=40, max_nodes=128)
     made = TorchExecutor(checkpoint(), small, kv_dtype="float8").capture()
-    plain, _ = texts(made, no_draft)
-    random = np.random.default_rng(0)
-
-    def draft_tokens(slot, tokens):
-        return half_true_draft(random, plain[slot][len(tokens) :], tiny.VOCAB, 3)[0]
-
-    assert texts(made, draft_tokens)[0] == plain
+    plain = texts(made, no_draft)
+    assert texts(made, half_true(plain, 3)) == plain
     assert bool(made.describe().get("captured")) == taped
 
 
