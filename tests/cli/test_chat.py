@@ -127,12 +127,6 @@ def test_lines_between_quotes_are_one_message():
     assert messages == ["One\ntwo\n\nthree", "open"]
 
 
-def test_a_conversation_as_json():
-    report = json.loads(chatted("Hi\n\nHo\n", "--json").stdout.split("\n", 2)[2])
-    assert [turn["role"] for turn in report["turns"]] == ["user", "assistant"] * 2
-    assert report["answers"] == 2
-
-
 @pytest.mark.parametrize(
     ("typed", "line"),
     [

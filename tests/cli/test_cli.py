@@ -328,12 +328,6 @@ def test_constrained_answers(capsys, tmp_path):
     assert "cannot be read" in capsys.readouterr().err
 
 
-def test_prove_with_a_grammar(capsys):
-    quick = ["--quick", "--count", "3", "--json", "--regex", "([a-d][m-p]){3,9}!"]
-    assert main(["prove", *TOY, *quick]) == 0
-    assert json.loads(capsys.readouterr().out)["holds"] is True
-
-
 def test_prove_with_everything(capsys):
     quick = ["--quick", "--count", "9", "--tokens", "20", "--mixed", "--kv-tokens", "1024"]
     assert main(["prove", *TOY, *quick, "--regex", "([a-p]{2},){20}"]) == 0

@@ -6,7 +6,7 @@ import pytest
 from forerun.client.completion import Completion
 from forerun.constrain.grammar import Grammar
 from forerun.engine.request import Finish
-from forerun.errors import ContextError, RequestError
+from forerun.errors import ContextError
 from forerun.executors import host_choice
 from forerun.executors.toy import ToyExecutor
 from forerun.interface.plan import TokenLogprobs
@@ -39,22 +39,6 @@ def test_the_toy_is_proved():
             assert 0.0 < run.share_accepted <= 1.0
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"page_size": 1},
-        {"speculative_num_draft_tokens": 65, "speculative_num_steps": 3},
-        *(
-            pytest.param(changes, marks=pytest.mark.slow)
-            for changes in ({"page_size": 256}, {"speculative_num_draft_tokens": 2})
-        ),
-    ],
-)
-def test_pages_and_trees_of_any_shape_are_proved(changes):
-    with toy_target(replace(CONFIG, **changes)) as target:
-        assert prove(target, target.config, TRIAL).holds
-
-
 class LeakyToy(ToyExecutor):
     """Scores a root differently when draft tokens hang below it: what `prove` must catch."""
 
@@ -82,15 +66,6 @@ def test_a_leak_is_found_at_its_first_token_with_the_gap():
     assert divergence.score_gap == divergence.logit_gap
     assert next(run for run in proof.runs if run.speculation == "OFF").divergence is None
     assert true.identical
-
-
-def test_nothing_accepted_is_nothing_proved():
-    hot = replace(TRIAL, temperatures=(100.0,), tokens=6)
-    with toy_target() as target:
-        proof = prove(target, target.config, hot)
-    assert proof.identical
-    assert not proof.speculated
-    assert not proof.holds
 
 
 def test_speculation_off_compares_batches_only():
@@ -124,17 +99,6 @@ def test_built_in_prompts_are_many_and_of_many_kinds():
     assert np.all([prompt.messages[-1]["role"] == "user" for prompt in prompts])
 
 
-def test_constrained_texts_are_proved():
-    """Half of these letters the toy would not write next: the grammar is at work."""
-    trial = replace(TRIAL, grammar=Grammar.regex("([a-d][m-p]){3,30}!"))
-    with toy_target() as target:
-        proof = prove(target, target.config, trial)
-        assert proof.holds and len(proof.runs) == 2 * len(trial.temperatures) * 2
-        bad = replace(TRIAL, grammar=Grammar.regex("(?=a)b"))
-        with pytest.raises(RequestError, match="look-ahead"):
-            prove(target, target.config, bad)
-
-
 MIXED = replace(
     TRIAL,
     prompts=tuple(spread(read_prompts(), 12)),
@@ -142,19 +106,6 @@ MIXED = replace(
     grammar=Grammar.regex("([a-p]{2},){20}[a-p]!"),
     mixed=True,
 )
-
-
-@pytest.mark.slow
-def test_every_parameter_is_proved_while_sequences_are_preempted():
-    with toy_target(replace(CONFIG, max_sequences=16, kv_tokens=1024)) as target:
-        proof = prove(target, target.config, replace(MIXED, group=16))
-    assert proof.holds
-    for run in proof.runs:
-        assert run.answers > len(MIXED.prompts), "several choices each count"
-        assert run.identical == run.answers
-    assert sum(run.preemptions for run in proof.runs) > 0
-    short = [run.tokens < run.answers * TRIAL.tokens for run in proof.runs]
-    assert all(short[len(short) // 2 :]), "stop strings end sampled answers"
 
 
 def test_every_parameter_is_proved_with_the_grammar_and_without(monkeypatch):

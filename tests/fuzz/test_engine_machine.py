@@ -94,7 +94,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_was_told_is_right_so_far(self):
-        for delta in self.sink.deltas[-3:] if hasattr(self, "ear") else ():
+        for delta in self.sink.deltas[-3:] if hasattr(self, "sink") else ():
             tokens, text, _ = reference(self.requests[delta.request], delta.index)
             emitted = self.sink.tokens(delta.request, delta.index)
             assert emitted == tokens[: len(emitted)]
