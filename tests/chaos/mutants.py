@@ -1,13 +1,13 @@
 """Mutation testing of forerun/speculative and forerun/cache: `make mutants`.
 
-    python -m tests.chaos.mutants [--minutes 60] [--out FILE] [FILE ...]
+    python -m tests.chaos.mutants [--seed 0] [--minutes 60] [--out FILE] [FILE ...]
 
 Every file is changed in one place at a time (cosmic-ray's operators), and the tests named here for
 it run against the change in a process forked for it until one fails: first what has noticed most
 changes, then what is cheapest. Nothing on disk is touched. A change that no test notices survives:
 it is killed by a new test, or it has its reason in REASONS below. Reasons for what is noticed all
-the same are printed. A change whose tests take four times the processor time of the unchanged file
-counts as noticed.
+the same, or for lines that are gone, are printed. A change whose tests take four times the
+processor time of the unchanged file counts as noticed.
 
 Ends with code 1 where a change survives that has no reason, and with 2 where the tests fail without
 any change.
@@ -99,8 +99,8 @@ def annotations(source: str) -> set[tuple[int, int]]:
     return spans
 
 
-def mutants(path: str) -> list[Mutant]:
-    """At most PER_PLACE changes in every place of a file, the same ones every time."""
+def mutants(path: str, draw: int = 0) -> list[Mutant]:
+    """At most PER_PLACE changes in every place of a file, the same ones for every `draw`."""
     source = (ROOT / path).read_text()
     skip, nodes = annotations(source), list(ast_nodes(get_ast(source)))
     lines = source.splitlines()
@@ -115,7 +115,8 @@ def mutants(path: str) -> list[Mutant]:
                 places.setdefault(start, []).append((name, occurrence))
     made: list[Mutant] = []
     for (line, column), known in sorted(places.items()):
-        seed = f"{path}{lines[line - 1].strip()}{column}"  # Whatever else changes in the file.
+        # Whatever else changes in the file.
+        seed = f"{draw or ''}{path}{lines[line - 1].strip()}{column}"
         chosen = random.Random(seed).sample(known, min(PER_PLACE, len(known)))
         for name, occurrence in chosen:
             code = mutate_code(source, cosmic_ray.plugins.get_operator(name)(), occurrence)
@@ -201,6 +202,7 @@ def run(path: str, code: str, seconds: float, order: Order) -> tuple[bool, float
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--seed", type=int, default=0, help="another draw of the changes")
     parser.add_argument("--minutes", type=float, default=60.0, help="begin no file after these")
     parser.add_argument("--out", type=Path, help="a JSON file of what survived")
     parser.add_argument("files", nargs="*", default=list(TESTS))
@@ -208,23 +210,26 @@ def main() -> None:
     until = time.monotonic() + 60 * given.minutes
     survived, report = [], {}
     for path in given.files:
-        order = Order()
-        passes, baseline = run(path, (ROOT / path).read_text(), 600, order)
+        order, source = Order(), (ROOT / path).read_text()
+        passes, baseline = run(path, source, 600, order)
         if not passes:
             print(f"{path}: its tests fail without any change")
             sys.exit(2)
-        tried, alive = 0, []
-        needless = {key for key in REASONS if key.startswith(f"{path}: ")}
-        for mutant in mutants(path):
+        tried, alive, needless = 0, [], set()
+        for key in REASONS:
+            if key.startswith(f"{path}: ") and key[len(path) + 2 :].split(" -> ")[0] not in source:
+                needless.add(key)
+        for mutant in mutants(path, given.seed):
             if time.monotonic() > until:
                 print(f"{path}: time is up after {tried}")
-                needless = set()
                 break
             tried += 1
             if run(path, mutant.code, 4 * baseline + 5, order)[0]:
                 alive.append(mutant.key)
                 print(f"survives, line {mutant.line}: {mutant.key}", flush=True)
-        for key in needless - set(alive):
+            elif mutant.key in REASONS:
+                needless.add(mutant.key)
+        for key in needless:
             print(f"needs no reason: {key}")
         reasoned = [key for key in alive if key in REASONS]
         survived += [key for key in alive if key not in REASONS]

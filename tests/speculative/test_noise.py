@@ -80,7 +80,8 @@ def test_noise_of_some_tokens_is_that_of_all():
 
 
 def test_noise_of_a_token_does_not_depend_on_the_vocabulary():
-    assert (gumbel(3, 5, 49152)[:1001] == gumbel(3, 5, 1001)).all()
+    for vocab in (1, 5, 1001):
+        assert gumbel(3, 5, vocab).tolist() == gumbel(3, 5, 49152)[:vocab].tolist()
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,10 @@ def test_with_thresholds_of_one_even_the_most_unlikely_choice_stands():
     assert relaxed(np.array([0, -50], np.float32), lossy(), 0, [0], 1) == 1
 
 
+def test_a_share_that_equals_the_threshold_is_accepted():
+    assert relaxed(np.zeros(2, np.float32), lossy(0.5), 3, [1], 0) == 1
+
+
 def test_children_are_those_right_below_a_node_in_their_order():
     one = np.array([1], np.int32)
     bush = as_draft([4, 5, 4, 6, 7, 5, 8], [-1, -1, 0, 0, 1, -1, 3])
