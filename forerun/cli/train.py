@@ -27,7 +27,7 @@ from forerun.train.ngrams import make_table
 from forerun.train.presets import TrainConfig, resolve
 from forerun.train.progress import Progress
 from forerun.train.prompts import Problems, read_prompts
-from forerun.train.served import ServedAuthor
+from forerun.train.served import EngineGenerator
 
 MAP_FILE, TARGET_FILE = "token_map.json", "target.json"
 
@@ -203,8 +203,8 @@ def _corpus(
         say(f"using the chats in {out / 'corpus'}")
         return open_corpus(out / "corpus")
     with closing(load(engine, report)) as loaded:
-        author = ServedAuthor(loaded)
-        corpus, problems = write_corpus(author, source, config, prompts, out, report)
+        backend = EngineGenerator(loaded)
+        corpus, problems = write_corpus(backend, source, config, prompts, out, report)
     for line in problems.bad_lines[:5]:
         say(f"left out: {line}")
     if len(problems.bad_lines) > 5:

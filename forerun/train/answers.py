@@ -5,10 +5,10 @@ generates, with the template and sampling of serving. Prompts come from a file o
 generated too: a chat model that is given its template up to the user's turn generates a user's
 turn.
 
-    Writer    keeps `width` sessions in flight until there are enough chats
-    Session   one chat: which continuation it needs next, and what to do with the result
-    Author    generates; the only one is forerun.train.served, the serving engine
-    AnswerStore  the chats so far, in parts on disk, so that an interruption loses only the last few
+    ChatGenerator  keeps `width` sessions in flight until there are enough chats
+    Session        one chat: which continuation it needs next, and what to do with the result
+    TextGenerator  continues prompts; the only one is forerun.train.served, the serving engine
+    AnswerStore    the chats so far, in parts on disk: an interruption loses only the last few
 """
 
 import zlib
@@ -32,7 +32,7 @@ _MARK = "\u2603FORERUN\u2603"
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class GenerationConfig:
     """The rules by which answers are generated.
 
     answers     number of finished chats to generate
@@ -56,31 +56,31 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """One finished chat as token ids. wanted[i]: whether token i belongs to an answer.
+    """One finished chat as token ids. loss_mask[i]: whether token i belongs to an answer.
 
     number  the chat's index in the order of starting. Chats finish in an order that depends on
-            timing, but the contents of a chat depend only on its number and the recipe
+            timing, but the contents of a chat depend only on its number and the configuration
     """
 
     tokens: Ints
-    wanted: np.ndarray
+    loss_mask: np.ndarray
     number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class ContinuationRequest:
     """A request for one continuation of prompt int32[T], to an end-of-text id or `max_tokens`
     tokens.
 
-    useless  output int32[.] -> whether it is unusable, however it continues: an author may end it
-             there. None: never
+    is_unusable  output int32[.] -> whether it is unusable, however it continues: it may be ended
+                 there. None: never
     """
 
     prompt: Ints
     temperature: float
     seed: int
     max_tokens: int
-    useless: Callable[[Ints], bool] | None = None
+    is_unusable: Callable[[Ints], bool] | None = None
 
 
 class ChatEncoder(Protocol):
@@ -107,10 +107,10 @@ class PlainText:
         return self._tokenizer.encode(text, bos=True)
 
 
-class Author(Protocol):
+class TextGenerator(Protocol):
     """Generates continuations of prompts, many at once."""
 
-    def ask(self, key: int, ask: Ask) -> None:
+    def submit(self, key: int, request: ContinuationRequest) -> None:
         """Begin one continuation; its output is returned by `finished` with this `key`. Raises
         RequestError if the prompt does not fit the context.
         """
@@ -124,7 +124,7 @@ class Author(Protocol):
         ...
 
 
-class Writer:
+class ChatGenerator:
     """Has the target generate many chats at once.
 
     settled  numbers of the chats that an earlier run has finished, which are not begun again. The
@@ -133,25 +133,25 @@ class Writer:
 
     def __init__(
         self,
-        author: Author,
+        backend: TextGenerator,
         chat: ChatEncoder,
         tokenizer: Tokenizer,
-        recipe: Recipe,
+        config: GenerationConfig,
         width: int,
         settled: Collection[int] = (),
     ) -> None:
-        self.author, self.chat, self.tokenizer = author, chat, tokenizer
-        self.recipe, self.width, self._settled = recipe, width, frozenset(settled)
+        self.backend, self.chat, self.tokenizer = backend, chat, tokenizer
+        self.config, self.width, self._settled = config, width, frozenset(settled)
         self.problems = Problems()
         self._first_message: Ints | None = None
 
-    def write(
+    def generate(
         self,
         prompts: Iterator[Messages] | None,
         done: Callable[[int, Chat | None], None],
         written: int = 0,
     ) -> None:
-        """Answer prompts until the recipe is fulfilled, they run out or its time is up.
+        """Answer prompts until there are `config.answers` chats, they run out or its time is up.
 
         prompts  all chats from number 0 on, each ending with a user's turn; None: the target
                  generates the user's turns as well
@@ -162,14 +162,14 @@ class Writer:
         Raises ModelError if almost no chat is usable, or the template has no place for a user's
         turn.
         """
-        until = monotonic() + 60 * self.recipe.minutes if self.recipe.minutes else inf
+        until = monotonic() + 60 * self.config.minutes if self.config.minutes else inf
         flying: dict[int, Session] = {}
         failures = 0
         more = True
         waiting = self._unsettled(prompts)
-        while written < self.recipe.answers:
+        while written < self.config.answers:
             more = more and monotonic() < until
-            room = min(self.width, self.recipe.answers - written) - len(flying)
+            room = min(self.width, self.config.answers - written) - len(flying)
             while more and room > 0:
                 if more := (following := next(waiting, None)) is not None:
                     begun = self._begin(*following, flying)
@@ -178,7 +178,7 @@ class Writer:
                         done(following[0], None)
             if not flying:
                 return
-            for key, ids in self.author.finished():
+            for key, ids in self.backend.finished():
                 session = flying[key]
                 session.take(ids, extra_turn=monotonic() < until)
                 if self._go_on(key, session):
@@ -224,15 +224,15 @@ class Writer:
 
     def _begin(self, key: int, messages: Messages, flying: dict[int, "Session"]) -> bool:
         """Start chat `key`. Returns False if the prompt does not fit."""
-        random, recipe = np.random.default_rng([self.recipe.seed, key]), self.recipe
+        random, config = np.random.default_rng([self.config.seed, key]), self.config
         drawn = random.random()
-        warm = 1.0 if drawn >= 1.0 - recipe.hot else recipe.temperature
-        extra_turn = random.random() < recipe.follow_up
+        warm = 1.0 if drawn >= 1.0 - config.hot else config.temperature
+        extra_turn = random.random() < config.follow_up
         session = Session(
-            writer=self,
+            generator=self,
             number=key,
             messages=messages,
-            temperature=0.0 if drawn < recipe.greedy else warm,
+            temperature=0.0 if drawn < config.greedy else warm,
             seed=int(random.integers(1 << 62)),
             extra_turn=bool(extra_turn),
         )
@@ -245,9 +245,9 @@ class Writer:
     def _go_on(self, key: int, session: "Session") -> bool:
         """Request the session's next continuation; returns False if it needs none."""
         try:
-            if (ask := session.next()) is None:
+            if (request := session.next()) is None:
                 return False
-            self.author.ask(key, ask)
+            self.backend.submit(key, request)
         except RequestError as error:
             if not session.answered:
                 self.problems.bad_lines.append(str(error))
@@ -262,16 +262,16 @@ class Session:
 
     def __init__(
         self,
-        writer: Writer,
+        generator: ChatGenerator,
         number: int,
         messages: Messages,
         temperature: float,
         seed: int,
         extra_turn: bool,
     ) -> None:
-        self._writer, self._number, self._messages = writer, number, list(messages)
+        self._generator, self._number, self._messages = generator, number, list(messages)
         self._temperature, self._seed, self._follow = temperature, seed, extra_turn
-        self._asked: Ask | None = None
+        self._request: ContinuationRequest | None = None
         self._chat: Chat | None = None
         self._over = False
 
@@ -280,20 +280,24 @@ class Session:
         """Whether at least one answer is usable, so that `result` has a chat."""
         return self._chat is not None
 
-    def next(self) -> Ask | None:
+    def next(self) -> ContinuationRequest | None:
         """Return the continuation that this chat needs next: a user's turn (at T=1) or an answer;
         None if the chat is over. Raises RequestError if the template refuses the messages.
         """
         if self._over:
             return None
-        most = self._writer.recipe.max_tokens
+        most = self._generator.config.max_tokens
         if self._answering:
-            prompt = self._writer.chat.encode(self._messages)
-            self._asked = Ask(prompt, self._temperature, self._seed, most, repeats)
+            prompt = self._generator.chat.encode(self._messages)
+            self._request = ContinuationRequest(
+                prompt, self._temperature, self._seed, most, repeats
+            )
         else:
-            first_message = self._writer.first_message(self._messages)
-            self._asked = Ask(first_message, 1.0, self._seed + len(self._messages), most)
-        return self._asked
+            first_message = self._generator.first_message(self._messages)
+            self._request = ContinuationRequest(
+                first_message, 1.0, self._seed + len(self._messages), most
+            )
+        return self._request
 
     def take(self, ids: Ints, extra_turn: bool) -> None:
         """Process the output int32[.] of the last `next`. An answer that is empty, or that loops,
@@ -317,23 +321,23 @@ class Session:
         return bool(self._messages) and self._messages[-1]["role"] == "user"
 
     def _take_question(self, ids: Ints) -> None:
-        words = self._writer.tokenizer.decode(ids).strip()
+        words = self._generator.tokenizer.decode(ids).strip()
         self._over = len(words) < 8
         self._messages.append({"role": "user", "content": words})
 
     def _take_answer(self, ids: Ints, extra_turn: bool) -> None:
         whole, ids = len(ids), before_loop(ids)
         if not len(ids):
-            self._writer.problems.loops += whole > 0
-            self._writer.problems.empty += not whole
+            self._generator.problems.loops += whole > 0
+            self._generator.problems.empty += not whole
             self._over = True
             return
         self._over = not (extra_turn and self._follow) or self.answered or len(ids) < whole
-        assert self._asked is not None
-        tokens = np.concatenate([self._asked.prompt, ids]).astype(np.int32)
-        wanted = np.arange(len(tokens)) >= len(self._asked.prompt)
-        self._chat = Chat(tokens, wanted, self._number)
-        words = self._writer.tokenizer.decode(ids)
+        assert self._request is not None
+        tokens = np.concatenate([self._request.prompt, ids]).astype(np.int32)
+        loss_mask = np.arange(len(tokens)) >= len(self._request.prompt)
+        self._chat = Chat(tokens, loss_mask, self._number)
+        words = self._generator.tokenizer.decode(ids)
         self._messages.append({"role": "assistant", "content": words})
 
 
@@ -370,27 +374,27 @@ PART = 10
 
 
 class AnswerStore:
-    """Finished chats in the parts of a folder. `chats` has all usable ones, `useless` the numbers
+    """Finished chats in the parts of a folder. `chats` has all usable ones, `unusable` the numbers
     of the others; both include those on disk.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.chats: list[Chat] = []
-        self.useless: list[int] = []
-        self._stored = self._stored_useless = self._parts = 0
+        self.unusable: list[int] = []
+        self._stored = self._stored_unusable = self._parts = 0
         for path in sorted(folder.glob("part-*.npz")):
             self._load(path)
 
     @property
     def settled(self) -> set[int]:
         """Numbers of all chats that have ended, usable or not."""
-        return {*self.useless, *(chat.number for chat in self.chats)}
+        return {*self.unusable, *(chat.number for chat in self.chats)}
 
     def add(self, number: int, chat: Chat | None) -> None:
         """Add one chat, or with None the number of an unusable one; every PART chats are saved."""
         if chat is None:
-            self.useless.append(number)
+            self.unusable.append(number)
             return
         self.chats.append(chat)
         if len(self.chats) - self._stored >= PART:
@@ -401,8 +405,8 @@ class AnswerStore:
         the disk refuses.
         """
         fresh = self.chats[self._stored :]
-        useless = self.useless[self._stored_useless :]
-        if not fresh and not useless:
+        unusable = self.unusable[self._stored_unusable :]
+        if not fresh and not unusable:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"part-{self._parts:05}.npz"
@@ -410,14 +414,14 @@ class AnswerStore:
         np.savez(
             beside,
             tokens=np.concatenate([np.zeros(0, np.int32), *(chat.tokens for chat in fresh)]),
-            wanted=np.concatenate([np.zeros(0, np.bool_), *(chat.wanted for chat in fresh)]),
+            wanted=np.concatenate([np.zeros(0, np.bool_), *(chat.loss_mask for chat in fresh)]),
             lengths=np.array([len(chat.tokens) for chat in fresh], np.int64),
             numbers=np.array([chat.number for chat in fresh], np.int64),
-            useless=np.array(useless, np.int64),
+            useless=np.array(unusable, np.int64),
         )
         beside.replace(path)
         self._parts += 1
-        self._stored, self._stored_useless = len(self.chats), len(self.useless)
+        self._stored, self._stored_unusable = len(self.chats), len(self.unusable)
 
     def _load(self, path: Path) -> None:
         if path.name.endswith(".new.npz"):
@@ -425,14 +429,14 @@ class AnswerStore:
         try:
             with np.load(path, allow_pickle=False) as part:
                 ends = np.cumsum(part["lengths"])[:-1]
-                tokens, wanted = np.split(part["tokens"], ends), np.split(part["wanted"], ends)
+                tokens, masks = np.split(part["tokens"], ends), np.split(part["wanted"], ends)
                 numbers = part["numbers"].tolist()
-                self.useless += part["useless"].tolist()
+                self.unusable += part["useless"].tolist()
         except (OSError, ValueError, KeyError, BadZipFile, zlib.error) as error:
             raise ModelError(
                 f"{path} cannot be read ({error}); remove it and start again"
             ) from None
         # For a part without chats, `split` returns one empty piece.
-        self.chats += map(Chat, tokens[: len(numbers)], wanted[: len(numbers)], numbers)
+        self.chats += map(Chat, tokens[: len(numbers)], masks[: len(numbers)], numbers)
         self._parts += 1
-        self._stored, self._stored_useless = len(self.chats), len(self.useless)
+        self._stored, self._stored_unusable = len(self.chats), len(self.unusable)

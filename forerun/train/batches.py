@@ -37,7 +37,7 @@ def stored_reader(corpus: Corpus) -> Callable[[list[ChatPiece]], TrainingBatch]:
         got = {name: _padded(array, pieces) for name, array in stored.items()}
         return TrainingBatch(
             tokens=_padded(corpus.tokens, pieces).long(),
-            wanted=_padded(corpus.wanted, pieces),
+            loss_mask=_padded(corpus.loss_mask, pieces),
             features=got["features"].view(torch.bfloat16).float(),
             choice=got["choice"].long(),
             teacher=LikeliestTargets(
@@ -71,7 +71,7 @@ def online_reader(
         found, last = target.run(tokens, features)
         return TrainingBatch(
             tokens,
-            _padded(corpus.wanted, pieces),
+            _padded(corpus.loss_mask, pieces),
             found,
             target.choices(last),
             DenseTargets(last.flatten(0, 1), rows),

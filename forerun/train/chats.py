@@ -8,7 +8,14 @@ from pathlib import Path
 
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.text.tokenizer import Tokenizer
-from forerun.train.answers import AnswerStore, Author, Chat, ChatEncoder, Recipe, Writer
+from forerun.train.answers import (
+    AnswerStore,
+    Chat,
+    ChatEncoder,
+    ChatGenerator,
+    GenerationConfig,
+    TextGenerator,
+)
 from forerun.train.corpus import Corpus, write_chats
 from forerun.train.presets import TrainConfig
 from forerun.train.prompts import Problems, read_prompts
@@ -35,7 +42,7 @@ class TrainingTarget:
 
 
 def write_corpus(
-    author: Author,
+    backend: TextGenerator,
     source: TrainingTarget,
     config: TrainConfig,
     prompts: Path | None,
@@ -44,14 +51,14 @@ def write_corpus(
 ) -> tuple[Corpus, Problems]:
     """Generate answers, kept in `out`/answers, and write the corpus to `out`/corpus.
 
-    author   generates
+    backend  generates the answers
     prompts  a jsonl file of chats; None: the target generates the user's turns
-    report   called with ("answers", written, wanted)
+    report   called with ("answers", chats written, chats to write)
 
     Continues an interrupted run. Returns the corpus, and what was left out. Raises ModelError if
     almost no chat is usable.
     """
-    recipe = Recipe(
+    generation = GenerationConfig(
         answers=config.answers,
         max_tokens=config.answer_tokens,
         greedy=config.greedy,
@@ -62,15 +69,17 @@ def write_corpus(
         seed=config.seed,
     )
     store = AnswerStore(out / "answers")
-    writer = Writer(author, source.chat, source.tokenizer, recipe, config.width, store.settled)
+    generator = ChatGenerator(
+        backend, source.chat, source.tokenizer, generation, config.width, store.settled
+    )
 
     def done(number: int, chat: Chat | None) -> None:
         store.add(number, chat)
         report("answers", len(store.chats), config.answers)
 
     try:
-        asked = None if prompts is None else read_prompts(prompts, writer.problems)
-        writer.write(asked, done, len(store.chats))
+        chats = None if prompts is None else read_prompts(prompts, generator.problems)
+        generator.generate(chats, done, len(store.chats))
     finally:
         store.save()
-    return write_chats(out / "corpus", store.chats, config.held_out), writer.problems
+    return write_chats(out / "corpus", store.chats, config.held_out), generator.problems

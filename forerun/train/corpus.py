@@ -33,13 +33,13 @@ CROWD = 2
 class Corpus:
     """A folder of C chats with T tokens, memory-mapped.
 
-    tokens, wanted, starts  int32[T], bool[T] and int64[C+1], the files of these names
+    tokens, loss_mask, starts  int32[T], bool[T] and int64[C+1] of tokens, wanted and starts.npy
     held_out  number of chats, the last ones, that select a checkpoint and are not trained on
     """
 
     folder: Path
     tokens: Ints
-    wanted: AnyArray
+    loss_mask: AnyArray
     starts: AnyArray
     held_out: int
 
@@ -56,8 +56,8 @@ class Corpus:
         """Return int32[n], the positions within the chat, ascending, whose next token belongs to an
         answer; the teacher's distributions are stored for these.
         """
-        wanted = np.asarray(self.wanted[self.span(chat)])
-        return np.flatnonzero(wanted[1:]).astype(np.int32)
+        loss_mask = np.asarray(self.loss_mask[self.span(chat)])
+        return np.flatnonzero(loss_mask[1:]).astype(np.int32)
 
     @property
     def longest(self) -> int:
@@ -92,7 +92,7 @@ def write_chats(folder: Path, chats: list[Chat], held_out: int) -> Corpus:
     starts = np.zeros(len(chats) + 1, np.int64)
     starts[1:] = np.cumsum([len(chat.tokens) for chat in chats])
     np.save(folder / "tokens.npy", np.concatenate([chat.tokens for chat in chats]))
-    np.save(folder / "wanted.npy", np.concatenate([chat.wanted for chat in chats]))
+    np.save(folder / "wanted.npy", np.concatenate([chat.loss_mask for chat in chats]))
     np.save(folder / "starts.npy", starts)
     write_whole(folder / "corpus.json", json.dumps({"held_out": held_out}))
     return open_corpus(folder)
@@ -113,15 +113,15 @@ def open_corpus(folder: Path) -> Corpus:
     """
     try:
         facts = json.loads((folder / "corpus.json").read_text())
-        tokens, wanted, starts = (
+        tokens, loss_mask, starts = (
             np.load(folder / f"{name}.npy", mmap_mode="r")
             for name in ("tokens", "wanted", "starts")
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"{folder} is no finished corpus ({error}); generate it again") from None
-    if len(tokens) != len(wanted) or starts[-1] != len(tokens):
+    if len(tokens) != len(loss_mask) or starts[-1] != len(tokens):
         raise ModelError(f"{folder}: the corpus files do not belong together; generate it again")
-    return Corpus(folder, tokens, wanted, starts, int(facts["held_out"]))
+    return Corpus(folder, tokens, loss_mask, starts, int(facts["held_out"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +158,13 @@ def batches(
         group: list[ChatPiece] = []
         answers = 0
         for piece in ordered:
-            wanted = int(np.count_nonzero(corpus.wanted[piece.begin : piece.end]))
+            answer_tokens = int(np.count_nonzero(corpus.loss_mask[piece.begin : piece.end]))
             padded = (len(group) + 1) * (piece.end - piece.begin)
-            if group and (answers + wanted > tokens or padded > CROWD * tokens):
+            if group and (answers + answer_tokens > tokens or padded > CROWD * tokens):
                 groups.append(group)
                 group, answers = [], 0
             group.append(piece)
-            answers += wanted
+            answers += answer_tokens
         groups.append(group)
     random.shuffle(groups)
     yield from (group for group in groups if group)
@@ -180,7 +180,7 @@ def choose_vocabulary(corpus: Corpus, size: int, vocab: int, forced: Ints) -> In
     counts = np.zeros(vocab, np.float64)
     for chat in corpus.training:
         span = corpus.span(chat)
-        answer = np.asarray(corpus.tokens[span])[np.asarray(corpus.wanted[span])]
+        answer = np.asarray(corpus.tokens[span])[np.asarray(corpus.loss_mask[span])]
         counts += np.bincount(answer, minlength=vocab)
     counts -= np.arange(vocab) / (2 * vocab)  # The lowest id wins ties.
     counts[forced] = np.inf

@@ -91,8 +91,8 @@ def regression_loss(
     seed   draws the noise and the rows that continue
     """
     true = head.fuse(batch.features.flatten(0, 1))
-    read = noisy(true, batch.wanted, noise, seed) if noise else true
-    steps = turns(batch.wanted, plan, seed, true.device)
+    read = noisy(true, batch.loss_mask, noise, seed) if noise else true
+    steps = turns(batch.loss_mask, plan, seed, true.device)
     total = torch.zeros((), dtype=torch.float32, device=true.device)
     scores = []
     for step, (made, turn) in enumerate(
@@ -101,24 +101,27 @@ def regression_loss(
         # Row q predicts the state at q + step + 1, which gives the logits of the next token.
         rows, teachers = turn.scored, turn.rows[turn.scored] + step + 1
         entropy, score = step_loss(made, rows, teachers, head.lm_head.weight, batch, vocabulary)
-        predicted, wanted = made.index_select(0, rows).float(), true.index_select(0, teachers)
+        predicted, teacher_states = (
+            made.index_select(0, rows).float(),
+            true.index_select(0, teachers),
+        )
         numbers = max(predicted.numel(), 1)
-        regression = smooth_l1_loss(predicted, wanted.float(), reduction="sum") / numbers
+        regression = smooth_l1_loss(predicted, teacher_states.float(), reduction="sum") / numbers
         scores.append(score)
         total = total + plan.decay**step * (regression + CLASSIFICATION * entropy)
     return total, scores
 
 
-def noisy(hidden: Tensor, wanted: Tensor, noise: float, seed: int) -> Tensor:
+def noisy(hidden: Tensor, loss_mask: Tensor, noise: float, seed: int) -> Tensor:
     """Return hidden states [B*T,H] with uniform noise drawn from `seed`, of width `noise` in a text
     of NOISE_TOKENS tokens and inversely proportional to the length in others, as in EAGLE's
     trainer.
 
-    wanted  bool[B,T] tokens of answers, the last of which ends a text; on the CPU
+    loss_mask  bool[B,T] tokens of answers, the last of which ends a text; on the CPU
     """
-    places = torch.arange(1, wanted.shape[1] + 1)
-    lengths = (wanted * places).amax(1).clamp_min(1)
+    places = torch.arange(1, loss_mask.shape[1] + 1)
+    lengths = (loss_mask * places).amax(1).clamp_min(1)
     width = (noise * NOISE_TOKENS / lengths).to(hidden.device)
     generator = torch.Generator(hidden.device).manual_seed(seed)
     drawn = torch.rand(hidden.shape, generator=generator, device=hidden.device) - 0.5
-    return hidden + drawn * width.repeat_interleave(wanted.shape[1])[:, None]
+    return hidden + drawn * width.repeat_interleave(loss_mask.shape[1])[:, None]

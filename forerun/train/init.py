@@ -154,8 +154,8 @@ def start_block(
     """
     generator = torch.Generator().manual_seed(seed)
     target, head = checkpoint.architecture, drafter.head
-    wanted = batch.wanted.to(embed.device)
-    features, tokens = batch.features[wanted].float(), embed[batch.tokens[wanted]].float()
+    loss_mask = batch.loss_mask.to(embed.device)
+    features, tokens = batch.features[loss_mask].float(), embed[batch.tokens[loss_mask]].float()
 
     def noise(parameter: Tensor, std: float) -> None:
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)

@@ -184,17 +184,17 @@ def _one_step(run: _Run, pieces: list[ChatPiece], progress: Progress) -> Tensor:
     parts = trial.shards.map(
         lambda part: _slope(trial, trained, part, seed), trial.shards.split(pieces)
     )
-    wanted = sum(part.wanted for part in parts)
+    answer_tokens = sum(part.answer_tokens for part in parts)
     for index, parameter in enumerate(trained):
-        mean = [part.gradients[index] * (part.wanted / wanted) for part in parts]
+        mean = [part.gradients[index] * (part.answer_tokens / answer_tokens) for part in parts]
         parameter.grad = torch.stack(mean).sum(0) if mean[1:] else mean[0]
     torch.nn.utils.clip_grad_norm_(trained, schedule.clip)
     run.optimiser.step()
     progress.step += 1
     if run.ema is not None:
         run.ema.update(progress.step)
-    progress.tokens += wanted
-    return torch.stack([part.loss * (part.wanted / wanted) for part in parts]).sum()
+    progress.tokens += answer_tokens
+    return torch.stack([part.loss * (part.answer_tokens / answer_tokens) for part in parts]).sum()
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class _Slope:
 
     gradients: tuple[Tensor, ...]
     loss: Tensor
-    wanted: int
+    answer_tokens: int
 
 
 def _slope(
@@ -215,7 +215,7 @@ def _slope(
     with trial.computing():
         total, scores = trial.loss_of(trial, batch, seed, False)
     gradients = torch.autograd.grad(total, trained)
-    return _Slope(gradients, scores[0].loss, max(int(batch.wanted.sum()), 1))
+    return _Slope(gradients, scores[0].loss, max(int(batch.loss_mask.sum()), 1))
 
 
 def _done(schedule: TrainingSchedule, progress: Progress) -> float:

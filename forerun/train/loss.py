@@ -67,16 +67,16 @@ class TrainingBatch:
     """B sequences of T tokens, padded at the end.
 
     tokens    int64[B,T]
-    wanted    bool[B,T]   whether the token is part of an answer: the loss counts predictions of
+    loss_mask bool[B,T]   whether the token is part of an answer: the loss counts predictions of
                           these; always on the CPU, so that selecting rows waits for no device
     features  [B,T,F*H]   the target's hidden states at the head's feature layers
     choice    int64[B,T]  the target's argmax over the full vocabulary for the next token; undefined
-                          where the next token is not wanted
+                          where the next token is not part of an answer
     teacher               the target's distribution for the next token, likewise
     """
 
     tokens: Tensor
-    wanted: Tensor
+    loss_mask: Tensor
     features: Tensor
     choice: Tensor
     teacher: Teacher
@@ -206,7 +206,7 @@ def ttt_loss(
     device = batch.tokens.device
     total = torch.zeros((), dtype=torch.float32, device=device)
     scores = []
-    steps = turns(batch.wanted, plan, seed, device)
+    steps = turns(batch.loss_mask, plan, seed, device)
     hidden = head.fuse(batch.features.flatten(0, 1))
     reads = unrolled(head, batch.tokens, hidden, embed, steps)
     for step, (read, turn) in enumerate(zip(reads, steps, strict=True)):
@@ -277,17 +277,17 @@ class Anchors:
     kept: Tensor
 
     @staticmethod
-    def drawn(wanted: Tensor, most: int, seed: int) -> "Anchors":
+    def drawn(loss_mask: Tensor, most: int, seed: int) -> "Anchors":
         """Draw at most `most` blocks per text, by `seed`, among the positions whose successor
         belongs to an answer.
 
-        wanted  bool[B,T], tokens of answers, on the CPU
+        loss_mask  bool[B,T], tokens of answers, on the CPU
         """
-        begins = torch.zeros_like(wanted)
-        begins[:, 1:-1] = wanted[:, 2:]  # A root is never the first token.
-        noise = torch.rand(wanted.shape, generator=torch.Generator().manual_seed(seed))
+        begins = torch.zeros_like(loss_mask)
+        begins[:, 1:-1] = loss_mask[:, 2:]  # A root is never the first token.
+        noise = torch.rand(loss_mask.shape, generator=torch.Generator().manual_seed(seed))
         value, place = noise.masked_fill(~begins, torch.inf).sort(1)
-        count = min(most, wanted.shape[1])
+        count = min(most, loss_mask.shape[1])
         kept = value[:, :count] < torch.inf
         return Anchors(place[:, :count].masked_fill(~kept, 0), kept)
 
@@ -326,7 +326,7 @@ def block_loss(
     the text itself; the loss of its confidence is added.
     """
     device = batch.tokens.device
-    chosen = Anchors.drawn(batch.wanted, plan.anchors, seed)
+    chosen = Anchors.drawn(batch.loss_mask, plan.anchors, seed)
     anchors = Anchors(chosen.places.to(device), chosen.kept.to(device))
     head, first = drafter.head, 0 if drafter.head.anchored else 1
     read = _read(drafter, batch, embed, anchors)[:, :, first:]
@@ -334,13 +334,13 @@ def block_loss(
     length, depth = batch.tokens.shape[1], head.depth
     total = torch.zeros((), dtype=torch.float32, device=device)
     scores, alive = [], anchors.kept
-    wanted = batch.wanted.to(device)
+    loss_mask = batch.loss_mask.to(device)
     row = torch.arange(len(batch.tokens), device=device)[:, None] * length
     real = anchors.kept
     for step in range(depth):
         teacher = (anchors.places + step).clamp(max=length - 1)
         here = (teacher + 1).clamp(max=length - 1)
-        real = real & wanted.gather(1, here) & (anchors.places + step + 1 < length)
+        real = real & loss_mask.gather(1, here) & (anchors.places + step + 1 < length)
         flat = (row + teacher)[real]
         choice = vocabulary.draft_ids[batch.choice.flatten()[flat]]
         reachable = choice >= 0

@@ -17,9 +17,9 @@ def make_table(corpus: Corpus, vocab: int, folder: Path) -> float:
     nothing could be counted, returns 0 and writes no file. Raises OSError if the disk refuses.
     """
     end = int(corpus.starts[corpus.chats - corpus.held_out])
-    tokens, wanted = np.asarray(corpus.tokens), np.asarray(corpus.wanted)
+    tokens, loss_mask = np.asarray(corpus.tokens), np.asarray(corpus.loss_mask)
     starts = corpus.starts[: corpus.chats - corpus.held_out + 1]
-    table = count_ngrams(tokens[:end], wanted[:end], starts, vocab)
+    table = count_ngrams(tokens[:end], loss_mask[:end], starts, vocab)
     write_ngrams(table, folder)
     hits = judged = 0
     for chat in corpus.held:

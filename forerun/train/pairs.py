@@ -50,5 +50,5 @@ class PairedDrafter(BlockDrafter):
         right   bool[n] whether the draft token is right
         """
         logits = self.confidence_head.proj(states.detach()).flatten()
-        wanted = right.to(logits.dtype)
-        return nn.functional.binary_cross_entropy_with_logits(logits, wanted, reduction="sum")
+        labels = right.to(logits.dtype)
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum")

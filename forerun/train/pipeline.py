@@ -177,7 +177,7 @@ def finish(
     metrics: TrainingMetrics = {
         "target": name,
         "config": asdict(config),
-        "answer_tokens": int(np.asarray(trial.corpus.wanted).sum()),
+        "answer_tokens": int(np.asarray(trial.corpus.loss_mask).sum()),
         "chats": trial.corpus.chats,
         "best_simulated_length": progress.best,
         "history": progress.history,

@@ -1,4 +1,4 @@
-"""The serving engine as an author of training data, with its configured executor and drafter."""
+"""The serving engine as a generator of training data, with its configured executor and drafter."""
 
 from queue import Queue
 
@@ -7,14 +7,14 @@ import numpy as np
 from forerun.build.engine import Loaded
 from forerun.engine.request import Delta, Finish, Request, Stopping
 from forerun.speculative.sampling import Sampling
-from forerun.train.answers import Ask
+from forerun.train.answers import ContinuationRequest
 from forerun.types import Ints, RequestId
 
 LOOK = 16
 """Tokens between two checks whether an output is still usable."""
 
 
-class ServedAuthor:
+class EngineGenerator:
     """Continues prompts with a running engine. See forerun.train.answers.Author."""
 
     def __init__(self, loaded: Loaded) -> None:
@@ -22,35 +22,36 @@ class ServedAuthor:
         self._done: Queue[tuple[int, Ints]] = Queue()
         self._serial = 0
 
-    def ask(self, key: int, ask: Ask) -> None:
+    def submit(self, key: int, request: ContinuationRequest) -> None:
         """Submit one request to the engine. The answer ends where the context ends, or within about
         LOOK tokens after it becomes unusable. Raises RequestError if the prompt does not fit or the
         queue is full.
         """
         self._serial += 1
-        room = self._loaded.context - len(ask.prompt)
-        request = RequestId(f"train-{self._serial}")
+        room = self._loaded.context - len(request.prompt)
+        id = RequestId(f"train-{self._serial}")
         collected: list[int] = []
-        looked, useless = 0, False
+        looked, unusable = 0, False
 
         def take(delta: Delta) -> None:
-            nonlocal looked, useless
+            nonlocal looked, unusable
             collected.extend(delta.tokens)
             if delta.finish is not None:
-                failed = delta.finish in (Finish.ERROR, Finish.ABORT) and not useless
+                failed = delta.finish in (Finish.ERROR, Finish.ABORT) and not unusable
                 self._done.put((key, np.array([] if failed else collected, np.int32)))
-            elif ask.useless and not useless and len(collected) >= looked + LOOK:
-                looked, useless = len(collected), ask.useless(np.array(collected, np.int32))
-                if useless:
-                    self._loaded.engine.abort(request)
+            elif request.is_unusable and not unusable and len(collected) >= looked + LOOK:
+                looked = len(collected)
+                unusable = request.is_unusable(np.array(collected, np.int32))
+                if unusable:
+                    self._loaded.engine.abort(id)
 
         self._loaded.engine.submit(
             Request(
-                id=request,
-                prompt=ask.prompt,
-                sampling=Sampling(temperature=ask.temperature, seed=ask.seed),
+                id=id,
+                prompt=request.prompt,
+                sampling=Sampling(temperature=request.temperature, seed=request.seed),
                 stopping=Stopping(
-                    max_tokens=max(min(ask.max_tokens, room), 1),
+                    max_tokens=max(min(request.max_tokens, room), 1),
                     stop_tokens=tuple(sorted(self._loaded.tokenizer.eos_ids)),
                 ),
             ),

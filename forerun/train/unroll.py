@@ -97,20 +97,20 @@ class Turn:
 
 
 def turns(
-    wanted: Tensor, plan: Unrolling, seed: int = 0, device: torch.device | str = "cpu"
+    loss_mask: Tensor, plan: Unrolling, seed: int = 0, device: torch.device | str = "cpu"
 ) -> list[Turn]:
     """Return the rows that run at each step, one Turn per step, on `device`.
 
-    wanted  bool[B,T] on the CPU: tokens of answers
+    loss_mask  bool[B,T] on the CPU: tokens of answers
     seed    draws the rows that continue, if plan.thin < 1
 
-    Row q predicts at step s if token q + s + 2 is wanted, and continues as long as it will predict
-    at a later step.
+    Row q predicts at step s if token q + s + 2 is part of an answer, and continues as long as it
+    will predict at a later step.
     """
-    drawn = torch.rand(wanted.shape, generator=torch.Generator().manual_seed(seed))
-    asks = [_ahead(wanted, s + 2) & (drawn < plan.thin**s) for s in range(plan.steps)]
+    drawn = torch.rand(loss_mask.shape, generator=torch.Generator().manual_seed(seed))
+    asks = [_ahead(loss_mask, s + 2) & (drawn < plan.thin**s) for s in range(plan.steps)]
     found = []
-    before = torch.arange(wanted.numel())
+    before = torch.arange(loss_mask.numel())
     for step, ask in enumerate(asks):
         live = torch.stack(asks[step:]).any(0)
         rows = live.flatten().nonzero().squeeze(1)
@@ -126,10 +126,10 @@ def turns(
     return found
 
 
-def _ahead(wanted: Tensor, ahead: int) -> Tensor:
+def _ahead(loss_mask: Tensor, ahead: int) -> Tensor:
     """Return bool[B,T]: whether token q + ahead belongs to an answer."""
-    shifted = torch.zeros_like(wanted)
-    shifted[:, : max(wanted.shape[1] - ahead, 0)] = wanted[:, ahead:]
+    shifted = torch.zeros_like(loss_mask)
+    shifted[:, : max(loss_mask.shape[1] - ahead, 0)] = loss_mask[:, ahead:]
     return shifted
 
 

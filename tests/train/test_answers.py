@@ -11,7 +11,14 @@ from forerun.text.chat import ChatTemplate
 from forerun.text.rendering import BYTE_LEVEL_TEMPLATE
 from forerun.text.tokenizer import Tokenizer
 from forerun.train import answers
-from forerun.train.answers import PART, AnswerStore, Chat, PlainText, Recipe, Writer
+from forerun.train.answers import (
+    PART,
+    AnswerStore,
+    Chat,
+    ChatGenerator,
+    GenerationConfig,
+    PlainText,
+)
 from forerun.train.corpus import write_chats
 from forerun.train.presets import TrainConfig
 from forerun.train.prompts import Problems, read_prompts
@@ -29,7 +36,7 @@ class Scripted:
         self.says, self.most, self.asks = says, most, []
         self._open = []
 
-    def ask(self, key, ask):
+    def submit(self, key, ask):
         if len(ask.prompt) > self.most:
             raise RequestError("too long")
         text = TOKENIZER.decode(ask.prompt, skip_special=False)
@@ -42,11 +49,13 @@ class Scripted:
 
 
 def write(author, prompts=None, settled=(), written=0, **recipe):
-    """The writer, and its usable chats in the order in which they came."""
-    writer = Writer(author, CHAT, TOKENIZER, Recipe(**{"answers": 6} | recipe), 3, settled)
+    """The generator, and its usable chats in the order in which they came."""
+    generator = ChatGenerator(
+        author, CHAT, TOKENIZER, GenerationConfig(**{"answers": 6} | recipe), 3, settled
+    )
     chats = []
-    writer.write(prompts, lambda _, chat: chat and chats.append(chat), written)
-    return writer, chats
+    generator.generate(prompts, lambda _, chat: chat and chats.append(chat), written)
+    return generator, chats
 
 
 def text_of(chat):
@@ -54,7 +63,7 @@ def text_of(chat):
 
 
 def wanted_of(chat):
-    return TOKENIZER.decode(chat.tokens[chat.wanted])
+    return TOKENIZER.decode(chat.tokens[chat.loss_mask])
 
 
 def says(prompt):
@@ -85,10 +94,10 @@ def test_second_turns_follow_their_first():
 
 def test_a_bad_second_turn_leaves_the_first():
     author = Scripted(lambda p: "x" * 400 if ANSWER in p else says(p))
-    writer, chats = write(author, follow_up=1)
+    generator, chats = write(author, follow_up=1)
     assert [wanted_of(chat) for chat in chats] == [ANSWER] * 6
     assert all(text_of(chat).count("Why is the sky blue?") == 1 for chat in chats)
-    assert writer.problems.loops == 6
+    assert generator.problems.loops == 6
 
 
 def test_prompts_of_a_file_and_what_does_not_fit(tmp_path):
@@ -106,12 +115,12 @@ def test_prompts_of_a_file_and_what_does_not_fit(tmp_path):
     (tmp_path / "p.jsonl").write_text("\n".join(lines), encoding="utf-8-sig")
     problems = Problems()
     author = Scripted(says, most=120)
-    writer, chats = write(author, read_prompts(tmp_path / "p.jsonl", problems), follow_up=0)
+    generator, chats = write(author, read_prompts(tmp_path / "p.jsonl", problems), follow_up=0)
     questions = sorted(text_of(chat).split("user\n")[1].split("<")[0] for chat in chats)
     assert questions == ["Four?", "One?", "Two?"]
     assert [line.split(":")[1] for line in problems.bad_lines] == ["2", "6", "7", "8", "9"]
     assert problems.bad_lines[3].endswith("no messages, turns or prompt")
-    assert writer.problems.bad_lines == ["too long"]
+    assert generator.problems.bad_lines == ["too long"]
 
 
 def test_no_chat_is_begun_after_time_is_up(monkeypatch):
@@ -126,11 +135,11 @@ def test_a_base_model_goes_on_with_plain_text(tmp_path):
     texts = ["Once upon a time", "The sky"]
     prompts = iter([[{"role": "user", "content": text}] for text in texts])
     author, chats = Scripted(lambda prompt: " there was a small town."), []
-    recipe = Recipe(answers=2, follow_up=0)
-    writer = Writer(author, PlainText(TOKENIZER), TOKENIZER, recipe, 3)
-    writer.write(prompts, lambda _, chat: chats.append(chat))
+    recipe = GenerationConfig(answers=2, follow_up=0)
+    generator = ChatGenerator(author, PlainText(TOKENIZER), TOKENIZER, recipe, 3)
+    generator.generate(prompts, lambda _, chat: chats.append(chat))
     assert sorted(map(text_of, chats)) == [f"{text} there was a small town." for text in texts]
-    writer.write(None, lambda _, chat: chats.append(chat))
+    generator.generate(None, lambda _, chat: chats.append(chat))
     assert text_of(chats[-1]) == "there was a small town. there was a small town."
 
 
@@ -138,10 +147,10 @@ def test_a_base_model_goes_on_with_plain_text(tmp_path):
 def test_an_answer_is_kept_up_to_its_loop(said, kept, follow_up):
     looping = ANSWER + "and so on " * said
     author = Scripted(lambda prompt: looping if prompt.endswith("assistant\n") else says(prompt))
-    writer, chats = write(author, follow_up=follow_up)
+    generator, chats = write(author, follow_up=follow_up)
     assert {wanted_of(chat) for chat in chats} == {ANSWER + "and so on " * kept}
     assert all(text_of(chat).count("Why is the sky blue?") == 1 for chat in chats)
-    assert writer.problems.loops == 0
+    assert generator.problems.loops == 0
 
 
 def test_a_model_that_only_loops_is_named():
@@ -194,7 +203,7 @@ def test_a_corpus_is_the_same_whichever_answer_came_first(tmp_path):
         corpora.append((chats, write_chats(tmp_path / kind.__name__, chats, 2)))
     (some, one), (others, other) = corpora
     assert [chat.number for chat in some] != [chat.number for chat in others]
-    for name in ("tokens", "wanted", "starts"):
+    for name in ("tokens", "loss_mask", "starts"):
         assert np.array_equal(getattr(one, name), getattr(other, name))
 
 
@@ -228,9 +237,11 @@ def test_an_interrupted_run_writes_what_one_run_does(tmp_path, monkeypatch, outp
         store = AnswerStore(tmp_path / name)
         for author in (*(Stopped(answer, stop) for stop in stops), Scripted(answer)):
             store = AnswerStore(tmp_path / name)
-            writer = Writer(author, CHAT, TOKENIZER, Recipe(answers=40), 5, store.settled)
+            generator = ChatGenerator(
+                author, CHAT, TOKENIZER, GenerationConfig(answers=40), 5, store.settled
+            )
             try:
-                writer.write(iter(prompts), store.add, len(store.chats))
+                generator.generate(iter(prompts), store.add, len(store.chats))
             except KeyboardInterrupt:
                 pass
             finally:
@@ -238,7 +249,7 @@ def test_an_interrupted_run_writes_what_one_run_does(tmp_path, monkeypatch, outp
         return write_chats(tmp_path / name / "corpus", store.chats, 2)
 
     one, other = run("whole", []), run("parts", [outputs, 20])
-    for name in ("tokens", "wanted", "starts"):
+    for name in ("tokens", "loss_mask", "starts"):
         assert np.array_equal(getattr(one, name), getattr(other, name))
 
 
@@ -261,7 +272,7 @@ def test_the_shelf_keeps_chats_over_an_interruption(tmp_path):
     assert (len(again.chats), again.settled) == (PART + 3, {*range(2 * PART + 6)})
     for a, b in zip(made, again.chats, strict=True):
         assert np.array_equal(a.tokens, b.tokens)
-        assert np.array_equal(a.wanted, b.wanted)
+        assert np.array_equal(a.loss_mask, b.loss_mask)
         assert a.number == b.number
     store.add(9999, None)
     store.save()  # A part without a chat.

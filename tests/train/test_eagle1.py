@@ -34,7 +34,7 @@ def example(seed=0):
     its distribution follow from its hidden state.
     """
     head, batch, embed = make(seed, **FIRST)
-    batch.wanted[0, :5] = batch.wanted[1, :3] = False
+    batch.loss_mask[0, :5] = batch.loss_mask[1, :3] = False
     rows = torch.randn(20, 16, dtype=torch.float64)
     head.lm_head.weight.data.copy_(rows)
     vocabulary, batch = vocabulary_for(batch, rows, torch.arange(20))
@@ -71,7 +71,7 @@ def test_the_loss_is_the_published_one(steps):
     total, scores = regression_loss(head, batch, embed, vocabulary, Unrolling(steps, 0.5))
     reads = reads_of(head, batch, embed, steps).detach().numpy()
     states, rows = batch.features.numpy(), head.lm_head.weight.detach().numpy()
-    wanted, expected = batch.wanted.numpy(), 0.0
+    wanted, expected = batch.loss_mask.numpy(), 0.0
     for step in range(steps):
         mask, target = np.zeros(wanted.shape), np.zeros(states.shape)
         target[:, : -step - 1] = states[:, step + 1 :]  # EAGLE moves the states, and zeros behind.

@@ -286,7 +286,7 @@ def test_batches_are_of_answer_tokens(tmp_path):
         chats.append(Chat(np.zeros(len(wanted), np.int32), wanted))
     even = write_chats(tmp_path / "even", chats, held_out=1)
     groups = list(batches(even, even.training, 64, 200, 3))
-    counts = [sum(int(even.wanted[p.begin : p.end].sum()) for p in group) for group in groups]
+    counts = [sum(int(even.loss_mask[p.begin : p.end].sum()) for p in group) for group in groups]
     assert all(160 < count <= 200 for count in sorted(counts)[1:])
     wordy = [Chat(np.zeros(64, np.int32), np.arange(64) >= 62) for _ in range(20)]
     long = write_chats(tmp_path / "long", wordy, held_out=1)
@@ -300,7 +300,7 @@ def test_vocabulary_has_the_forced_and_the_frequent(corpus):
     assert {0, 39} <= set(ids.tolist())
     assert (np.diff(ids) > 0).all()
     answers = np.concatenate(
-        [corpus.tokens[corpus.span(c)][corpus.wanted[corpus.span(c)]] for c in corpus.training]
+        [corpus.tokens[corpus.span(c)][corpus.loss_mask[corpus.span(c)]] for c in corpus.training]
     )
     counts = np.bincount(answers, minlength=VOCAB)
     outside = [i for i in range(VOCAB) if i not in ids]

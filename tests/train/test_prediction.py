@@ -57,7 +57,7 @@ def test_unrolled_it_is_the_published_layer(tmp_path):
     wanted = torch.ones_like(text, dtype=torch.bool)
     nothing = torch.zeros(12, 1)
     batch = TrainingBatch(text, wanted, stream[0], text, LikeliestTargets(nothing.long(), nothing))
-    steps = turns(batch.wanted, Unrolling(3))
+    steps = turns(batch.loss_mask, Unrolling(3))
     embed = hf.get_input_embeddings().weight
     reads = unrolled(layer, batch.tokens, layer.fuse(batch.features[0]), embed, steps)
     rows = [turn.rows.tolist() for turn in steps]

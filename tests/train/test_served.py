@@ -6,8 +6,8 @@ import numpy as np
 
 from forerun.build.engine import load
 from forerun.options.config import EngineConfig
-from forerun.train.answers import Ask, Chat
-from forerun.train.served import ServedAuthor
+from forerun.train.answers import Chat, ContinuationRequest
+from forerun.train.served import EngineGenerator
 from tests.cli.toys import toy_loaded
 from tests.models import tiny
 
@@ -20,7 +20,7 @@ def prompts(count, longest=70):
 
 def outputs(author, asks):
     for key, ask in enumerate(asks):
-        author.ask(key, ask)
+        author.submit(key, ask)
     result = {}
     while len(result) < len(asks):
         for key, ids in author.finished():
@@ -31,10 +31,10 @@ def outputs(author, asks):
 
 def greedy_chats(folder, count, tokens, device="cpu"):
     """Texts that a model wrote itself, so that there is something to learn."""
-    asks = [Ask(p, 0.0, i, tokens) for i, p in enumerate(prompts(count, 20))]
+    asks = [ContinuationRequest(p, 0.0, i, tokens) for i, p in enumerate(prompts(count, 20))]
     config = EngineConfig(model=str(folder), device=device, context=96, max_sequences=count)
     with closing(load(config)) as loaded:
-        served = outputs(ServedAuthor(loaded), asks)
+        served = outputs(EngineGenerator(loaded), asks)
     for key, ids in served.items():
         written = np.concatenate([asks[key].prompt, np.array(ids, np.int32)])
         yield Chat(written, np.arange(len(written)) >= len(asks[key].prompt))
@@ -45,7 +45,7 @@ def test_an_output_of_no_use_ends_early():
     prompt = np.array([72, 105], np.int32)
     with toy_loaded(EngineConfig(model="toy")) as loaded:
         whole, ended, kept = (
-            outputs(ServedAuthor(loaded), [Ask(prompt, 0.0, 0, 800, useless)])[0]
+            outputs(EngineGenerator(loaded), [ContinuationRequest(prompt, 0.0, 0, 800, useless)])[0]
             for useless in (None, lambda ids: len(ids) >= 50, lambda ids: False)
         )
     assert kept == whole

@@ -60,7 +60,7 @@ def make(seed=0, **changes):
     tokens = torch.randint(20, (2, 9))
     batch = TrainingBatch(
         tokens=tokens,
-        wanted=torch.ones_like(tokens, dtype=torch.bool),
+        loss_mask=torch.ones_like(tokens, dtype=torch.bool),
         features=torch.randn(2, 9, width, dtype=torch.float64),
         choice=torch.randint(20, (2, 9)),
         teacher=DenseTargets(torch.randn(18, 16, dtype=torch.float64), torch.empty(0)),
@@ -70,7 +70,7 @@ def make(seed=0, **changes):
 
 def reads_of(head, batch, embed, steps, thin=1.0):
     """[steps,B,T,H], zero in rows that do not run."""
-    steps_ = turns(batch.wanted, Unrolling(steps, thin=thin), seed=3)
+    steps_ = turns(batch.loss_mask, Unrolling(steps, thin=thin), seed=3)
     hidden = head.fuse(batch.features.flatten(0, 1))
     reads = unrolled(head, batch.tokens, hidden, embed, steps_)
     none = torch.zeros(batch.tokens.numel(), 16, dtype=torch.float64)
@@ -116,12 +116,12 @@ def served(head, batch, embed, sequence, row, steps):
 @pytest.mark.parametrize("changes", SWITCHES)
 def test_unrolled_is_served(changes):
     head, batch, embed = make(**changes)
-    batch.wanted[1] = torch.tensor([0, 0, 1, 1, 0, 0, 0, 1, 1], dtype=torch.bool)  # Two answers.
+    batch.loss_mask[1] = torch.tensor([0, 0, 1, 1, 0, 0, 0, 1, 1], dtype=torch.bool)  # Two answers.
     reads = reads_of(head, batch, embed, 3)
     for row in (0, 1, 4, 5):
         expected = served(head, batch, embed, 1, row, 3)
         run = reads[:, 1, row].abs().sum(-1) > 0
-        asks = batch.wanted[1, row + 2 : row + 5].tolist()
+        asks = batch.loss_mask[1, row + 2 : row + 5].tolist()
         assert run.tolist() == [any(asks[step:]) for step in range(3)]
         assert torch.allclose(reads[run, 1, row], expected[run], atol=1e-6), changes
 
@@ -134,7 +134,7 @@ def plain_loss(head, batch, vocabulary, reads, decay):
         for b in range(2):
             for q in range(9 - step - 2):
                 choice = batch.choice[b, q + step + 1]
-                if batch.wanted[b, q + step + 2] and vocabulary.draft_ids[choice] >= 0:
+                if batch.loss_mask[b, q + step + 2] and vocabulary.draft_ids[choice] >= 0:
                     ids, chance = batch.teacher.at(torch.tensor([9 * b + q + step + 1]))
                     teacher = torch.zeros(12, dtype=torch.float64)
                     teacher[slice(None) if ids is None else ids[0]] = chance[0].double()
@@ -146,7 +146,7 @@ def plain_loss(head, batch, vocabulary, reads, decay):
 @pytest.mark.parametrize("likely", [False, True])
 def test_loss_and_gradient_are_the_plain_ones(likely):
     head, batch, embed = make()
-    batch.wanted[0, :4] = False
+    batch.loss_mask[0, :4] = False
     ids = torch.tensor([0, 1, 3, 4, 6, 7, 9, 11, 13, 15, 17, 19])
     vocabulary, batch = vocabulary_for(batch, embed, ids)
     if likely:
@@ -171,7 +171,7 @@ def test_loss_and_gradient_are_the_plain_ones(likely):
 
 def test_prompt_tokens_teach_nothing():
     head, batch, embed = make()
-    batch.wanted[:, :6] = False
+    batch.loss_mask[:, :6] = False
     vocabulary, batch = vocabulary_for(batch, embed, torch.arange(12))
     before, _ = ttt_loss(head, batch, embed, vocabulary, Unrolling(2))
     batch.teacher.last.view(2, 9, 16)[:, :5] += 1.0  # Teachers of tokens 1..5, all unwanted.
