@@ -34,7 +34,7 @@ from forerun.serve.http.errors import (
     unavailable,
     unknown_model,
 )
-from forerun.serve.http.tasks import begun
+from forerun.serve.http.tasks import start_task
 from forerun.serve.http.workers import Workers
 from forerun.serve.observe.metrics import Metrics
 
@@ -166,7 +166,7 @@ class Models:
                 self._names.setdefault(name, entry)
         self._bodies = Bodies(self.settings.max_body_bytes, self.settings.send_seconds)
         self._workers = Workers()
-        self._watcher = begun(self._watch(), "unloading by time")
+        self._watcher = start_task(self._watch(), "unloading by time")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request with the model that it names; without a name with the one used last.

@@ -22,7 +22,7 @@ from forerun.options.config import ServeSettings
 from forerun.serve.answers.service import Start
 from forerun.serve.app import create_app, create_models_app
 from forerun.serve.http.connection import close_idle, connections
-from forerun.serve.http.tasks import begun
+from forerun.serve.http.tasks import start_task
 from forerun.serve.models import Source
 
 if sys.platform != "win32":
@@ -211,7 +211,7 @@ class Server(uvicorn.Server):
         main = threading.current_thread() is threading.main_thread()
         if main and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # A terminal that closes.
             self._loop.add_signal_handler(signal.SIGHUP, self.handle_exit, signal.SIGHUP, None)
-        self._tasks.append(begun(self._end_on_failure(), "the watch over the model"))
+        self._tasks.append(start_task(self._end_on_failure(), "the watch over the model"))
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -244,7 +244,7 @@ class Server(uvicorn.Server):
             )
 
     def _begin_to_end(self) -> None:
-        self._tasks.append(begun(self._end(), "the end of the server"))
+        self._tasks.append(start_task(self._end(), "the end of the server"))
 
     async def _end(self) -> None:
         if not await self.service.drain(self.service.settings.drain_seconds):

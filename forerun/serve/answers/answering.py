@@ -67,7 +67,7 @@ class Generated(Response):
                 if generation.stream:
                     await self._stream(session, send)
                 else:
-                    await (await self._whole(session))(scope, receive, send)
+                    await (await self._answer_at_once(session))(scope, receive, send)
             finally:
                 running.discard(session)
         _observe(session, served)
@@ -106,12 +106,12 @@ class Generated(Response):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": data, "more_body": not last})
 
-    async def _whole(self, session: GenerationSession) -> Response:
+    async def _answer_at_once(self, session: GenerationSession) -> Response:
         """Answer in one piece; a large answer is encoded outside the event loop."""
-        dialect, choices = self._dialect, await session.whole()
+        dialect, choices = self._dialect, await session.collect()
 
         def written() -> bytes:
-            return dump_json(dialect.whole(choices, session.tally))
+            return dump_json(dialect.full_response(choices, session.tally))
 
         data = await self._service.workers.run(dialect.size(choices), written)
         return Response(data, media_type=Json.media_type)

@@ -84,11 +84,11 @@ class Dialect(ABC):
     @abstractmethod
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
         """Encode deltas, possibly none, as bytes of a stream; with `last`, no choice runs any more.
-        May run on any thread, as may `whole`.
+        May run on any thread, as may `full_response`.
         """
 
     @abstractmethod
-    def whole(self, choices: News, tally: Tally) -> Any:
+    def full_response(self, choices: News, tally: Tally) -> Any:
         """Return the JSON of an answer in one piece, from one merged delta per choice."""
 
     @abstractmethod

@@ -24,7 +24,7 @@ from forerun.serve.bodies.dialogue import keeps_budgets
 from forerun.serve.bodies.wire import Bodies
 from forerun.serve.http.errors import shutting_down, stuck, unavailable, unknown_model
 from forerun.serve.http.in_flight import InFlight
-from forerun.serve.http.tasks import begun
+from forerun.serve.http.tasks import start_task
 from forerun.serve.http.workers import Workers
 from forerun.serve.observe.decode_log import DecodeLog
 from forerun.serve.observe.draft_alarm import watch
@@ -103,7 +103,7 @@ class Service(InFlight):
             self._arrived(self._source, LocalEngine(self._source))
             return
         if isinstance(self._source, EngineCommand):
-            self._tasks.append(begun(self._launch(self._source), "loading"))
+            self._tasks.append(start_task(self._launch(self._source), "loading"))
             return
         # Not the loop's pool: that is waited for at exit, and a download can take minutes.
         load = (loop, self._source)
@@ -205,8 +205,8 @@ class Service(InFlight):
         """Start the process that loads the model. Meanwhile this process opens the tokenizer: at
         once if the model is local, else when the other process has fetched it.
         """
-        begun = command.begun
-        began = time.monotonic() if begun is None or begun.taken else begun.began
+        start = command.begun
+        began = time.monotonic() if start is None or start.taken else start.began
         text = partial(open_text, command.config)
         here = is_here(command.config.model)
         loading_text = asyncio.create_task(asyncio.to_thread(text)) if here else None
@@ -269,7 +269,7 @@ class Service(InFlight):
             meter=meter,
             adapters=adapter_names(loaded.info),
         )
-        self._tasks.append(begun(self._watch(engine), "the watch over the engine"))
+        self._tasks.append(start_task(self._watch(engine), "the watch over the engine"))
         self.arrived.set()
         log.info("serving %s", name)
         if self.settings.thinking_budget >= 0 and not keeps_budgets(loaded, self.settings):
@@ -279,10 +279,10 @@ class Service(InFlight):
                 name,
             )
         if loaded.config.algorithm.model:
-            self._tasks.append(begun(watch(engine.stats), "the watch over the draft model"))
+            self._tasks.append(start_task(watch(engine.stats), "the watch over the draft model"))
         if self.settings.decode_log_interval:
             decode_log = DecodeLog(self.settings.decode_log_interval, engine.last_stats)
-            self._tasks.append(begun(decode_log.run(engine.stats), "the decode log"))
+            self._tasks.append(start_task(decode_log.run(engine.stats), "the decode log"))
 
 
 def _discard(loading_text: "asyncio.Task[tuple[Tokenizer, ChatTemplate | None]]") -> None:

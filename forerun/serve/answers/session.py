@@ -145,7 +145,7 @@ class GenerationSession:
                 raise api_error(error) from error
             yield news
 
-    async def whole(self) -> list[tuple[int, Delta]]:
+    async def collect(self) -> list[tuple[int, Delta]]:
         """Return (index, merged delta) of all choices, in order, once they have ended. Raises what
         `news` raises.
         """

@@ -9,7 +9,7 @@ log = logging.getLogger("forerun.serve")
 Result = TypeVar("Result")
 
 
-def begun(work: Coroutine[Any, Any, Result], name: str) -> "asyncio.Task[Result]":
+def start_task(work: Coroutine[Any, Any, Result], name: str) -> "asyncio.Task[Result]":
     """Start `work` as a task of the running event loop and return the task. An error is logged
     with `name`.
     """

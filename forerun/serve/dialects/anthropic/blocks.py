@@ -52,7 +52,7 @@ class Blocks:
         self._open = None
         return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
 
-    def whole(self, cut: bool) -> list[dict[str, Any]]:
+    def content_blocks(self, cut: bool) -> list[dict[str, Any]]:
         """Return all blocks.
 
         cut  as ChoiceReader.cut; then a last call with an incomplete input is left out

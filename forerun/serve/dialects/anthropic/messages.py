@@ -81,14 +81,14 @@ class MessagesDialect(Dialect):
             events += [*self._blocks.close(), ended]
         return b"".join(event(one, one["type"]) for one in events)
 
-    def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """Implement Dialect.whole: one message with all content blocks, why it ended, and its
-        usage.
+    def full_response(self, choices: News, tally: Tally) -> dict[str, Any]:
+        """Implement Dialect.full_response: one message with all content blocks, why it ended, and
+        its usage.
         """
         for _, delta in choices:
             self._blocks.push(self._reader.push(delta))
         usage = {**_input(tally), "output_tokens": tally.output_tokens}
-        blocks = self._blocks.whole(self._reader.cut)
+        blocks = self._blocks.content_blocks(self._reader.cut)
         answer = self._message(blocks, usage) | self._stop()
         if self._stats:
             answer["metrics"] = speculation_metrics(tally.stats)

@@ -80,8 +80,8 @@ class CompletionsDialect(Dialect):
                 found.append(self._end(index, "", [], tally))
         return b"".join(map(event, found))
 
-    def whole(self, choices: News, tally: Tally) -> Any:
-        """Implement Dialect.whole: an object, or a list of them if there are several choices."""
+    def full_response(self, choices: News, tally: Tally) -> Any:
+        """Implement Dialect.full_response: an object, or a list of them for several choices."""
         found = []
         for index, delta in choices:
             self._written.setdefault(index, Completion()).add(delta)

@@ -46,8 +46,8 @@ class LlamaEmbeddings(EmbeddingDialect):
         asked = EmbeddingRequest(body.content, "content", normalize=body.embd_normalize == 2)
         return asked, served, tuple(body.ignored)
 
-    def whole(self, choices: News, tally: Tally) -> list[dict[str, Any]]:
-        """Implement Dialect.whole: a list with the vector of each input."""
+    def full_response(self, choices: News, tally: Tally) -> list[dict[str, Any]]:
+        """Implement Dialect.full_response: a list with the vector of each input."""
         vectors = self._vectors(choices)
         return [{"index": i, "embedding": [one.tolist()]} for i, one in enumerate(vectors)]
 
@@ -70,9 +70,9 @@ class EitherEmbeddings(OpenAIEmbeddings):
         self._native = LlamaEmbeddings()
         return self._native._read(value, service)
 
-    def whole(self, choices: News, tally: Tally) -> Any:
-        """Implement Dialect.whole, in the format that belongs to the field."""
+    def full_response(self, choices: News, tally: Tally) -> Any:
+        """Implement Dialect.full_response, in the format that belongs to the field."""
         if self._native is None:
-            return super().whole(choices, tally)
+            return super().full_response(choices, tally)
         self._native._asked = self._asked
-        return self._native.whole(choices, tally)
+        return self._native.full_response(choices, tally)

@@ -112,8 +112,8 @@ class OllamaChat(Dialect):
             lines.append(self._line(ParsedDelta(), []) | self._done(tally))
         return b"".join(map(line, lines))
 
-    def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """Implement Dialect.whole: the one choice as one object, with counts and times."""
+    def full_response(self, choices: News, tally: Tally) -> dict[str, Any]:
+        """Implement Dialect.full_response: the one choice as one object, with counts and times."""
         ((_, delta),) = choices
         parsed = self._reader.push(delta)
         calls = self._calls.push(parsed.calls, delta.finish, self._reader.cut)

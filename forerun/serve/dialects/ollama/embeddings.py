@@ -64,8 +64,8 @@ class OllamaEmbed(EmbeddingDialect):
     def _empty(self) -> dict[str, Any]:
         return {"model": self._served.name, "embeddings": []}
 
-    def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """Implement Dialect.whole: the vectors, with counts and times."""
+    def full_response(self, choices: News, tally: Tally) -> dict[str, Any]:
+        """Implement Dialect.full_response: the vectors, with counts and times."""
         return {
             "model": self._served.name,
             "embeddings": [vector.tolist() for vector in self._vectors(choices)],
@@ -91,7 +91,7 @@ class OllamaOldEmbed(OllamaEmbed):
     def _empty(self) -> dict[str, Any]:
         return {"embedding": []}
 
-    def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """Implement Dialect.whole: the vector of the one prompt."""
+    def full_response(self, choices: News, tally: Tally) -> dict[str, Any]:
+        """Implement Dialect.full_response: the vector of the one prompt."""
         (vector,) = self._vectors(choices)
         return {"embedding": vector.tolist()}

@@ -34,10 +34,10 @@ DONE = b"data: [DONE]\n\n"
 class OpenAIDialect(Dialect):
     """The common part of both routes.
 
-    whole_kind, chunk_kind  the `object` of an answer in one piece, and of a chunk
+    response_kind, chunk_kind  the `object` of an answer in one piece, and of a chunk
     """
 
-    whole_kind: ClassVar[str]
+    response_kind: ClassVar[str]
     chunk_kind: ClassVar[str]
     _format: ChatFormat | CompletionFormat
     _options: StreamOptions
@@ -63,7 +63,7 @@ class OpenAIDialect(Dialect):
         self._prompt_ids = [request.prompt.tolist() for request in named]
         self._envelope = {
             "id": generation.id,
-            "object": self.chunk_kind if generation.stream else self.whole_kind,
+            "object": self.chunk_kind if generation.stream else self.response_kind,
             "created": generation.created,
             "model": self._served.name,
             "system_fingerprint": self._served.fingerprint,
@@ -100,11 +100,11 @@ class OpenAIDialect(Dialect):
             chunks[-1]["timings"] = _timings(tally)
         return b"".join(event(chunk) for chunk in chunks)
 
-    def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """Implement Dialect.whole: all choices, the usage and other extras."""
+    def full_response(self, choices: News, tally: Tally) -> dict[str, Any]:
+        """Implement Dialect.full_response: all choices, the usage and other extras."""
         worded = [self._format.choice(index, delta) for index, delta in choices]
         answer = {**self._envelope, "choices": worded, "usage": self._usage(tally)}
-        if self._prompt_top is not None and self.whole_kind == ChatDialect.whole_kind:
+        if self._prompt_top is not None and self.response_kind == ChatDialect.response_kind:
             tokenizer = self._served.loaded.tokenizer
             answer["prompt_logprobs"] = prompt_entries(choices[0][1], self._prompt_top, tokenizer)
         metadata = _metadata(tally.generation)
@@ -148,7 +148,7 @@ class ChatDialect(OpenAIDialect):
     cannot be accepted.
     """
 
-    whole_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    response_kind, chunk_kind = "chat.completion", "chat.completion.chunk"
 
     def _parsed(self, value: Any, service: Service) -> tuple[SampledBody, Generation]:
         body = read(ChatBody, value)
@@ -171,7 +171,7 @@ class CompletionDialect(OpenAIDialect):
     cannot be accepted.
     """
 
-    whole_kind = chunk_kind = "text_completion"
+    response_kind = chunk_kind = "text_completion"
 
     def _parsed(self, value: Any, service: Service) -> tuple[SampledBody, Generation]:
         body = read(CompletionBody, value)

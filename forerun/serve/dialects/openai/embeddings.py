@@ -72,8 +72,8 @@ class OpenAIEmbeddings(EmbeddingDialect):
         served = service.named(body.model)
         return EmbeddingRequest.of(body, served.loaded.context), served, tuple(body.ignored)
 
-    def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """Implement Dialect.whole: OpenAI's list of embeddings, with the usage."""
+    def full_response(self, choices: News, tally: Tally) -> dict[str, Any]:
+        """Implement Dialect.full_response: OpenAI's list of embeddings, with the usage."""
         packed = self._body.encoding_format == "base64"
         data = [
             {

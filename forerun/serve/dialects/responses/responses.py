@@ -97,8 +97,8 @@ class ResponsesDialect(Dialect):
             events.append({"type": f"response.{answer['status']}", "response": answer})
         return b"".join(map(self._worded, events))
 
-    def whole(self, choices: News, tally: Tally) -> dict[str, Any]:
-        """Implement Dialect.whole: the response with all items, which is stored if requested."""
+    def full_response(self, choices: News, tally: Tally) -> dict[str, Any]:
+        """Implement Dialect.full_response: the response with all items; stores it if requested."""
         self._push(choices)
         self._output.close("completed" if self._complete else "incomplete")
         return self._answer(tally)

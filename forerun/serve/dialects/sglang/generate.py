@@ -96,8 +96,8 @@ class GenerateDialect(Dialect):
             found.append({**one, "index": index} if self._several else one)
         return b"".join(map(event, found))
 
-    def whole(self, choices: News, tally: Tally) -> Any:
-        """Implement Dialect.whole: an object, or a list of them for several texts."""
+    def full_response(self, choices: News, tally: Tally) -> Any:
+        """Implement Dialect.full_response: an object, or a list of them for several texts."""
         for index, delta in choices:
             self._answers.setdefault(index, Answer()).add(delta)
         found = [self._output(index, tally) for index in sorted(self._answers)]

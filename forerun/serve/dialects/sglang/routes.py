@@ -82,7 +82,7 @@ async def health_generate(request: Request) -> Response:
     body = CompletionBody(prompt=((0,),), max_tokens=1, temperature=0.0)
     generation = completion_generation(body, served.loaded, service.settings)
     with GenerationSession(generation, served, service.settings, request.receive) as session:
-        await session.whole()
+        await session.collect()
     return Json({"status": service.state})
 
 
