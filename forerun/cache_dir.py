@@ -81,7 +81,7 @@ def make_room(folder: Path, size: int) -> None:
         )
 
 
-def write_kept(path: Path, content: bytes, files: int) -> None:
+def write_cached(path: Path, content: bytes, files: int) -> None:
     """Write a file of the cache atomically, creating its folder, and delete the oldest files with
     the same suffix beyond `files`. Raises OSError if one cannot be written or deleted.
     """

@@ -79,9 +79,9 @@ def make_engine(target: Target, config: EngineConfig) -> Engine:
     text if it is cached already; `text_table_of` counts it.
     """
     lookup = _lookup(config, target)
-    if _takes_text(config, target):
+    if _uses_text_table(config, target):
         vocab = target.memory.limits.vocab
-        if (table := text_table.kept(target.tokenizer, vocab)) is not None:
+        if (table := text_table.cached_table(target.tokenizer, vocab)) is not None:
             lookup.use(table)
     return _engine_on(target, config, lookup)[0]
 
@@ -160,13 +160,13 @@ def text_table_of(
     use  called with the table, and before with the part that is ready sooner
     """
     config = target.config
-    if not _takes_text(config, target):
+    if not _uses_text_table(config, target):
         return None
     vocab = target.memory.limits.vocab
-    return text_table.provide(config.model, config.revision, target.tokenizer, vocab, use)
+    return text_table.load_or_count(config.model, config.revision, target.tokenizer, vocab, use)
 
 
-def _takes_text(config: EngineConfig, target: Target) -> bool:
+def _uses_text_table(config: EngineConfig, target: Target) -> bool:
     wanted = config.speculates and config.algorithm.lookup and config.speculative_ngram_text
     small = target.tokenizer.vocab_size < text_table.MIN_VOCAB
     return wanted and not small and target.table is None

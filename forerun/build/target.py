@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from forerun.build.cached_costs import cached_or_measured
 from forerun.build.calibration import (
     measure_costs,
     prepare,
@@ -23,7 +24,6 @@ from forerun.build.drafting import (
     with_shipped,
 )
 from forerun.build.executor_entry import AnyDraft, Progress
-from forerun.build.kept_costs import kept_or_measured
 from forerun.build.memory import MemoryPlan, Needs, few_bits_sentence, few_bits_titles, plan_memory
 from forerun.build.registry import EXECUTORS, choose_executor
 from forerun.build.small_draft import with_small
@@ -293,7 +293,7 @@ def _prepared_costs(
         draft and [str(draft.path), draft.path.stat().st_mtime_ns],
         drafts and drafts.traits.vocab,
     ]
-    return kept_or_measured(facts, measured)
+    return cached_or_measured(facts, measured)
 
 
 def _drafts(config: EngineConfig, target: Model) -> DraftParts:

@@ -92,7 +92,7 @@ def file_of(tokenizer: Tokenizer, vocab: int) -> Path:
     return cache_dir() / "tables" / f"{name.hexdigest()[:24]}.safetensors"
 
 
-def kept(tokenizer: Tokenizer, vocab: int) -> NgramTable | None:
+def cached_table(tokenizer: Tokenizer, vocab: int) -> NgramTable | None:
     """Return the complete table of a tokenizer from the cache, or, if the cache cannot be written,
     the one counted for this process; None if there is none that can be read.
     """
@@ -130,7 +130,7 @@ class TextTable:
             self._worker.kill()
 
 
-def provide(
+def load_or_count(
     model: str,
     revision: str | None,
     tokenizer: Tokenizer,
@@ -143,8 +143,8 @@ def provide(
     model, revision  its reference, which the counting process opens
     vocab            V of the model
     """
-    if (whole := kept(tokenizer, vocab)) is not None:
-        use(whole)
+    if (table := cached_table(tokenizer, vocab)) is not None:
+        use(table)
         return TextTable("with an n-gram table of ordinary text")
     stored = file_of(tokenizer, vocab)
     with suppress(ForerunError, OSError):
@@ -218,9 +218,13 @@ def main() -> None:
     threading.Thread(target=_watch_parent, daemon=True).start()
     _stand_back()
     reference, revision, path = sys.argv[1:]
-    model, whole, pieces = open_model(reference, revision=revision or None), Path(path), pieces_of()
-    first = whole.with_suffix(FIRST_PART)
-    for part, target in zip(_parts(pieces), (first, whole), strict=True):
+    model, complete, pieces = (
+        open_model(reference, revision=revision or None),
+        Path(path),
+        pieces_of(),
+    )
+    first = complete.with_suffix(FIRST_PART)
+    for part, target in zip(_parts(pieces), (first, complete), strict=True):
         write_table(count(model.tokenizer, model.architecture.vocab, part), target)
         print(target, flush=True)  # noqa: T201 - the parent reads it
     first.unlink(missing_ok=True)

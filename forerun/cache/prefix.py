@@ -87,7 +87,7 @@ class PrefixIndex:
         """Return how many tables hold `page`, from 0 to P-1."""
         return self._references[page]
 
-    def knows(self, entry: CachedPage) -> bool:
+    def contains(self, entry: CachedPage) -> bool:
         """Return whether an entry that was in the index is still there."""
         return self._entries.get(entry.page) is entry
 

@@ -25,11 +25,11 @@ def fuzz(arguments: argparse.Namespace) -> int:
     enough, total = _limit(arguments)
     with closing(fuzzer), bars() as progress:
 
-        def told(report: Report) -> bool:
+        def report_and_check(report: Report) -> bool:
             progress("cases", report.cases, total)
             return enough(report)
 
-        report = fuzzer.run(told, arguments.case or 1)
+        report = fuzzer.run(report_and_check, arguments.case or 1)
     emit(arguments, asdict(report), lambda: _show(report, arguments.seed))
     return 0 if report.failure is None and report.accepted else 1
 

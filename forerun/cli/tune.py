@@ -19,7 +19,7 @@ from forerun.hub.catalog import open_model
 from forerun.machine import stamp
 from forerun.measure.pictures import draw_ratios
 from forerun.measure.report import columns
-from forerun.measure.sweep import OFF, Cell, Sweep, as_dict, halving, usual, verdict
+from forerun.measure.sweep import OFF, Cell, Sweep, as_dict, default_settings, halving, verdict
 from forerun.measure.workload import read_prompts
 from forerun.options.config import EngineConfig
 from forerun.options.flags import configured
@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
     with closing(open_shown(config)) as target:
         if not target.config.speculates:
             raise ConfigError("there is nothing to tune: the draft cannot be used.")
-        sweep = Sweep(prompts, usual(target.config), batches, arguments.tokens)
+        sweep = Sweep(prompts, default_settings(target.config), batches, arguments.tokens)
         with bars() as progress:
             cells = halving(target, sweep, progress)
     fastest, found = verdict(cells)

@@ -63,7 +63,7 @@ def run(fd: int, load: Load) -> int:
         return SERVER_GONE
     assert isinstance(start, messages.Start)
     worker = _Worker(connection)
-    threading.Thread(target=worker.hear, name="forerun-hear", daemon=True).start()
+    threading.Thread(target=worker.receive, name="forerun-receive", daemon=True).start()
     try:
         loaded, facts = load(start, _progress(connection))
     except (ForerunError, ImportError) as error:
@@ -157,7 +157,7 @@ class _Worker:
 
     # --- the receiving thread --------------------------------------------------------------
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Handle the server's messages until the connection closes."""
         try:
             while True:

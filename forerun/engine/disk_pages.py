@@ -271,7 +271,7 @@ class DiskPages:
 
     def _text(self, tokens: Ints, chain: list[CachedPage], salt: bytes) -> CachedText:
         """Return the text that the pages of `chain` hold; `tokens` begin with it."""
-        pages = [entry.page if self._index.knows(entry) else -1 for entry in chain]
+        pages = [entry.page if self._index.contains(entry) else -1 for entry in chain]
         length = len(chain) * self._index.page_size
         return CachedText(tokens[:length], np.array(pages, np.int32), salt)
 
@@ -318,7 +318,7 @@ class DiskPages:
         """Return the contents of these pages, up to the first one that was evicted."""
         contents: list[bytes] = []
         for entry in entries:
-            if not self._index.knows(entry):
+            if not self._index.contains(entry):
                 break
             contents.append(self._contents.read_page(entry.page))
         return contents

@@ -42,7 +42,7 @@ TOPKS = (1, 4)
 class Sweep:
     """The measurements to make.
 
-    settings  to compare with plain decoding; see `usual`
+    settings  to compare with plain decoding; see `default_settings`
     batches   sequences in flight
     tokens    output tokens per prompt, greedy, ignoring end-of-text
     """
@@ -83,7 +83,7 @@ class Cell:
         return self.ratio if self.setting == OFF else min(self.ratio, self.acceptance_length)
 
 
-def usual(config: EngineConfig) -> tuple[Setting, ...]:
+def default_settings(config: EngineConfig) -> tuple[Setting, ...]:
     """Return the settings to try with the drafter of a resolved configuration: SHAPES under both
     policies, and with each of TOPKS if only a draft model drafts and no top-k was configured.
     """

@@ -118,7 +118,7 @@ def parsed(item: "Field[Any]", where: str, text: str) -> Any:
     if kind is int and item.metadata["spellings"](text) is None:
         return item.default
     try:
-        value = whole(text) if kind is int else float(text) if kind is float else text
+        value = parse_integer(text) if kind is int else float(text) if kind is float else text
     except (ValueError, OverflowError):  # A number with a unit may be "inf".
         what = "a whole number" if kind is int else "a number"
         units = f"; units are {', '.join(_UNITS)}" if kind is int and text[:1].isdigit() else ""
@@ -129,7 +129,7 @@ def parsed(item: "Field[Any]", where: str, text: str) -> Any:
     return value
 
 
-def whole(text: str) -> int:
+def parse_integer(text: str) -> int:
     """Parse a whole number; 8k is 8000 and 8K is 8192, likewise m, M, g and G, as in vLLM; 8KB is
     8000 and 8KiB is 8192, likewise MB, GB and TB. Raises ValueError for other text.
     """

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from forerun.cache_dir import cache_dir, write_kept
+from forerun.cache_dir import cache_dir, write_cached
 from forerun.checkpoints.mapped import check_fetched, mapped
 from forerun.errors import ModelError
 from forerun.text.encoders import Encoders, Spec
@@ -177,7 +177,7 @@ def _keep(path: Path, tokenizer: Tokenizer, spec: Spec) -> None:
     # msgpack holds no integer beyond 64 bits, no lone surrogate and no very deep list.
     with suppress(OSError, OverflowError, UnicodeEncodeError, RecursionError):
         body = msgspec.msgpack.encode(stored)
-        write_kept(path, VERSION + sha256(body).digest() + body, FILES)
+        write_cached(path, VERSION + sha256(body).digest() + body, FILES)
 
 
 def _read(path: Path) -> _Stored | None:

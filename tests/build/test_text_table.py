@@ -86,13 +86,13 @@ def test_the_text_ships_whole():
 @pytest.mark.slow
 def test_a_table_is_counted_beside_serving_and_kept(cache, target):
     vocab, used = target.memory.limits.vocab, TableLog()
-    made = text_table.provide(MODEL, None, target.tokenizer, vocab, used)
+    made = text_table.load_or_count(MODEL, None, target.tokenizer, vocab, used)
     assert "being counted" in made.sentence
     used.wait(2)
     first, whole = used.tables
     assert 1000 < first.contexts < whole.contexts
     again = TableLog()
-    kept = text_table.provide(MODEL, None, target.tokenizer, vocab, again)
+    kept = text_table.load_or_count(MODEL, None, target.tokenizer, vocab, again)
     assert "with" in kept.sentence and again.tables[0].contexts == whole.contexts
     made.close()
 
@@ -103,10 +103,10 @@ def test_a_kept_table_is_used_at_once_and_a_damaged_one_is_not(cache, target):
     path.parent.mkdir(parents=True)
     write_table(small(target.tokenizer, vocab), path)
     used = TableLog()
-    assert text_table.provide(MODEL, None, target.tokenizer, vocab, used)._worker is None
+    assert text_table.load_or_count(MODEL, None, target.tokenizer, vocab, used)._worker is None
     assert used.tables[0].contexts > 1000
     path.write_bytes(path.read_bytes()[:1000])
-    made = text_table.provide(MODEL, None, target.tokenizer, vocab, used)
+    made = text_table.load_or_count(MODEL, None, target.tokenizer, vocab, used)
     assert len(used.tables) == 1 and made._worker.poll() is None
     made.close()
     assert made._worker.wait(60) != 0
@@ -162,14 +162,16 @@ def test_a_first_part_is_used_while_all_is_counted(cache, target):
     path.parent.mkdir(parents=True)
     write_table(small(target.tokenizer, vocab), path.with_suffix(text_table.FIRST_PART))
     used = TableLog()
-    made = text_table.provide(MODEL, None, target.tokenizer, vocab, used)
+    made = text_table.load_or_count(MODEL, None, target.tokenizer, vocab, used)
     assert len(used.tables) == 1 and made._worker is not None
     made.close()
 
 
 def test_what_cannot_be_counted_is_a_warning(cache, caplog):
     """And the model serves without: here there is none of that name."""
-    made = text_table.provide("no/such-model-here", None, Tokenizer.byte_level(), 300, TableLog())
+    made = text_table.load_or_count(
+        "no/such-model-here", None, Tokenizer.byte_level(), 300, TableLog()
+    )
     assert made._worker.wait(120) != 0
     for thread in threading.enumerate():
         if thread.name == "forerun-text-table":
@@ -191,8 +193,8 @@ def test_a_table_that_the_cache_cannot_store_is_the_process_own(cache, monkeypat
             [sys.executable, "-c", copies, str(ready), command[-1]], **pipes
         ),
     )
-    text_table.provide("any", None, tokenizer, 300, used).wait()
-    assert text_table.kept(tokenizer, 300) is used.tables[0]
+    text_table.load_or_count("any", None, tokenizer, 300, used).wait()
+    assert text_table.cached_table(tokenizer, 300) is used.tables[0]
     assert not text_table.file_of(tokenizer, 300).exists()
 
 
@@ -200,7 +202,7 @@ def test_without_a_folder_that_can_be_written_none_is_counted(cache, monkeypatch
     """As in a container whose file systems are all read-only: it serves without the table."""
     monkeypatch.setattr(text_table.os, "access", lambda path, mode: False)
     monkeypatch.setattr(text_table.tempfile, "tempdir", str(tmp_path / "none"))
-    made = text_table.provide("any", None, Tokenizer.byte_level(), 300, TableLog())
+    made = text_table.load_or_count("any", None, Tokenizer.byte_level(), 300, TableLog())
     assert not made.counting and made.sentence.startswith("without an n-gram table")
     made.wait()
     made.close()

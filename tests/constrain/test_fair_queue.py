@@ -2,7 +2,7 @@
 
 import threading
 
-from forerun.constrain.isolation.fair_queue import FORGET, FairQueue, LeastFirst
+from forerun.constrain.isolation.fair_queue import FORGET, FairQueue, PrioritySemaphore
 
 
 class ManualQueue:
@@ -96,7 +96,7 @@ def test_what_was_used_is_forgotten():
 
 def test_the_least_worked_has_the_next_turn():
     """Two turns at a time; a turn lasts until its work ends."""
-    queue, order, ends, threads = LeastFirst(2), [], {}, []
+    queue, order, ends, threads = PrioritySemaphore(2), [], {}, []
 
     def come(name, worked):
         ends[name] = threading.Event()

@@ -296,11 +296,11 @@ def test_taking_every_page_evicts_everything_kept():
     held, table = filled(shared, ints(1, 2)), filled(shared, ints(1, 2, 3, 4))
     (shorter, entry) = table.chain
     table.release()
-    assert shared.knows(shorter) and shared.knows(entry)
+    assert shared.contains(shorter) and shared.contains(entry)
     for page in shared.take(shared.available):
         shared.release(page)
     assert shared.evictable == 0 and shared.held == 1
-    assert shared.knows(shorter) and not shared.knows(entry)
+    assert shared.contains(shorter) and not shared.contains(entry)
     assert PageTable(shared).start(ints(1, 2, 3, 4)) == 2
     held.check()
     shared.check()

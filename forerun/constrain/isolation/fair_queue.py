@@ -10,7 +10,7 @@ FORGET = 30.0
 """Half-life of a client's use, in seconds."""
 
 
-class LeastFirst:
+class PrioritySemaphore:
     """Admits at most `count` callers at once; of those that wait, the one with the lowest rank is
     next. If the rank is the time that a client has used, an answer of seconds delays answers of
     milliseconds by at most one turn.
@@ -52,7 +52,7 @@ class FairQueue:
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self._clock = clock
-        self._places = LeastFirst(1)
+        self._places = PrioritySemaphore(1)
         self._lock = threading.Lock()
         # (use of each client, time at which it was computed).
         self._used: dict[str, tuple[float, float]] = {}

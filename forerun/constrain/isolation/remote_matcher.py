@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from time import monotonic
 from typing import Any
 
-from forerun.constrain.isolation.fair_queue import LeastFirst
+from forerun.constrain.isolation.fair_queue import PrioritySemaphore
 from forerun.constrain.matcher.automaton import MatcherAnswer, Vocabulary
 from forerun.constrain.matcher.limits import CALL_SECONDS
 from forerun.errors import EngineError
@@ -38,7 +38,7 @@ class RemoteMatchers:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.free = threading.Semaphore(MAX_PROCESSES)
-        self.working = LeastFirst(MAX_WORKING)
+        self.working = PrioritySemaphore(MAX_WORKING)
         self._vocabulary = vocabulary
 
     def process(self) -> SandboxProcess:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forerun.build import kept_costs, target
-from forerun.build.kept_costs import STARTS, kept_or_measured
+from forerun.build import cached_costs, target
+from forerun.build.cached_costs import STARTS, cached_or_measured
 from forerun.build.target import open_target
 from forerun.control.step_costs import StepCosts
 from forerun.executors import cpu
@@ -26,8 +26,8 @@ def costs(ms, nodes=(1, 2, 8)):
 @pytest.fixture
 def starts(tmp_path, monkeypatch):
     """Start with what each measurement returns; how many were made counts."""
-    monkeypatch.setattr(kept_costs, "cache_dir", lambda: tmp_path)
-    monkeypatch.setattr(kept_costs, "_busy", lambda: False)
+    monkeypatch.setattr(cached_costs, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(cached_costs, "_busy", lambda: False)
     made = []
 
     def start(measured, facts=FACTS):
@@ -35,7 +35,7 @@ def starts(tmp_path, monkeypatch):
             made.append(measured)
             return measured
 
-        return kept_or_measured(facts, measure)
+        return cached_or_measured(facts, measure)
 
     start.made = made
     return start
@@ -63,10 +63,10 @@ def test_other_facts_are_measured_by_themselves(starts):
 
 def test_they_are_measured_again_when_they_are_old(starts, monkeypatch):
     now = 1_000.0
-    monkeypatch.setattr(kept_costs.time, "time", lambda: now)
+    monkeypatch.setattr(cached_costs.time, "time", lambda: now)
     for ms in (4.0, 5.0, 6.0):
         starts(costs(ms))
-    now += kept_costs.SECONDS - 1.0
+    now += cached_costs.SECONDS - 1.0
     assert starts(costs(7.0)) == costs(5.0)
     now += 1.0
     assert starts(costs(7.0)) == costs(7.0)
@@ -77,9 +77,9 @@ def test_they_are_measured_again_when_they_are_old(starts, monkeypatch):
 def test_a_busy_machine_is_not_remembered(starts, monkeypatch):
     for ms in (4.0, 5.0):
         starts(costs(ms))
-    monkeypatch.setattr(kept_costs, "_busy", lambda: True)
+    monkeypatch.setattr(cached_costs, "_busy", lambda: True)
     assert starts(costs(70.0)) == costs(70.0)
-    monkeypatch.setattr(kept_costs, "_busy", lambda: False)
+    monkeypatch.setattr(cached_costs, "_busy", lambda: False)
     assert starts(costs(6.0)) == costs(6.0)
     assert starts(costs(9.0)) == costs(5.0)
 
@@ -113,7 +113,7 @@ GOOD = asdict(costs(4.0))
     ],
 )
 def test_a_damaged_file_counts_as_none(starts, tmp_path, monkeypatch, content):
-    monkeypatch.setattr(kept_costs.time, "time", lambda: 1.0)
+    monkeypatch.setattr(cached_costs.time, "time", lambda: 1.0)
     starts(costs(4.0))
     (file,) = (tmp_path / "costs").iterdir()
     file.write_bytes(content)
@@ -141,18 +141,18 @@ def test_a_full_disk_keeps_no_part_of_a_file(starts, tmp_path, monkeypatch):
 
 def test_a_system_that_does_not_say_how_busy_it_is_keeps_nothing(starts, tmp_path, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(kept_costs, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(cached_costs, "cache_dir", lambda: tmp_path)
 
     def unknown():
         raise OSError("Load averages are unobtainable")
 
-    monkeypatch.setattr(kept_costs.os, "getloadavg", unknown, raising=False)
+    monkeypatch.setattr(cached_costs.os, "getloadavg", unknown, raising=False)
     assert starts(costs(4.0)) == costs(4.0)
     assert not (tmp_path / "costs").exists()
 
 
 def test_few_files_are_kept(starts, tmp_path, monkeypatch):
-    monkeypatch.setattr(kept_costs, "FILES", 2)
+    monkeypatch.setattr(cached_costs, "FILES", 2)
     for model in range(4):
         starts(costs(4.0), ["a model", model])
     assert len([*(tmp_path / "costs").iterdir()]) == 2
@@ -177,7 +177,7 @@ def facts_of():
         every = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                target, "kept_or_measured", lambda facts, _: every.append(facts) or costs(4.0)
+                target, "cached_or_measured", lambda facts, _: every.append(facts) or costs(4.0)
             )
             open_target(replace(COMMON, **changes)).executor.shutdown()
         return json.dumps(every)

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from forerun.cache_dir import cache_dir, write_kept
+from forerun.cache_dir import cache_dir, write_cached
 from forerun.control.step_costs import StepCosts
 from forerun.machine import cores
 
@@ -31,7 +31,7 @@ SECONDS = 7 * 86_400.0
 """Age at which a measurement no longer counts."""
 
 
-def kept_or_measured(facts: Sequence[Any], measure: Callable[[], StepCosts]) -> StepCosts:
+def cached_or_measured(facts: Sequence[Any], measure: Callable[[], StepCosts]) -> StepCosts:
     """Return the medians of STARTS stored measurements. While there are fewer, return what
     `measure` returns, and store it unless other processes use the machine.
 
@@ -47,7 +47,7 @@ def kept_or_measured(facts: Sequence[Any], measure: Callable[[], StepCosts]) -> 
     same = [entry for entry in known if entry[1].nodes == costs.nodes]
     with suppress(OSError):
         if not _busy():
-            write_kept(path, msgspec.json.encode([*same, (now, costs)]), FILES)
+            write_cached(path, msgspec.json.encode([*same, (now, costs)]), FILES)
     return costs
 
 
