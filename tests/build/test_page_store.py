@@ -17,7 +17,7 @@ from forerun.engine import disk_pages
 from forerun.errors import ConfigError
 from forerun.executors import cpu
 from forerun.options.config import EngineConfig
-from forerun.options.fields import whole
+from forerun.options.fields import parse_integer
 from tests.models import tiny
 
 native = pytest.mark.skipif(bool(cpu.available()), reason="no compiled core on this machine")
@@ -155,13 +155,13 @@ def test_what_cannot_be_kept(tmp_path):
     ],
 )  # fmt: skip
 def test_sizes(text, number):
-    assert whole(text) == number
+    assert parse_integer(text) == number
 
 
 @pytest.mark.parametrize("text", ["10XB", "GB", "", "10GBB", "1e3", "-", "10 bytes"])
 def test_sizes_that_are_none(text):
     with pytest.raises(ValueError):
-        whole(text)
+        parse_integer(text)
 
 
 @pytest.mark.parametrize("name", ["", " ", "~no-such-user/kv"])
