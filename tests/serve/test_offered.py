@@ -175,3 +175,92 @@ def test_no_more_tools_are_read_than_may_be_offered(client):
     groups = [{"type": "namespace", "name": f"n{at}", "tools": named} for at in range(9)]
     answer = ask(client, groups)
     assert answer.status_code == 400 and "tools has 1200 entries" in answer.text
+
+
+def _chat_tools(*names):
+    return [{"type": "function", "function": {"name": name}} for name in names]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_of_allowed_tools_only_these_are_called(client, stream):
+    """OpenAI's allowed_tools keep the list of tools the same, for its prompt cache."""
+    body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, "stream": stream}
+    body |= {"tools": _chat_tools("f", "g", "h"), "max_tokens": 60}
+    allowed = {"mode": "required", "tools": _chat_tools("g")}
+    choice = {"type": "allowed_tools", "allowed_tools": allowed}
+    answer = client.post("/v1/chat/completions", json=body | {"tool_choice": choice})
+    assert answer.status_code == 200 and '"name":"g"' in answer.text.replace(": ", ":")
+    named = {"mode": "required", "tools": [{"type": "function", "name": "g"}]}
+    tools = [FUNCTION, FUNCTION | {"name": "g"}]
+    answer = ask(client, tools, tool_choice={"type": "allowed_tools", **named}, stream=stream)
+    assert answer.status_code == 200
+    *_, last = [answer.text] if not stream else answer.text.strip().split("data: ")
+    answer = json.loads(last)
+    (item,) = (answer["response"] if stream else answer)["output"]
+    assert (item["type"], item["name"]) == ("function_call", "g")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "place"),
+    [
+        ({"mode": "required", "tools": _chat_tools("other")}, "tool_choice"),
+        ({"mode": "none", "tools": _chat_tools("f")}, "tool_choice.allowed_tools.mode"),
+        ({"mode": "auto", "tools": []}, "tool_choice.allowed_tools.tools"),
+        ({"mode": "auto"}, "tool_choice.allowed_tools.tools"),
+    ],
+)
+def test_allowed_tools_that_cannot_be(client, allowed, place):
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": _chat_tools("f")}
+    body["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == place
+
+
+def test_a_schema_without_a_wrapper(client):
+    """llama.cpp takes it so, and Together's clients send it."""
+    schema = {"enum": ["x"]}
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+
+    def answer(**format):
+        said = {"type": "json_schema", **format}
+        return client.post("/v1/chat/completions", json=body | {"response_format": said})
+
+    assert answer(schema=schema).json()["choices"][0]["message"]["content"] == '"x"'
+    for wrong in ({}, {"schema": schema, "json_schema": {"schema": schema}}):
+        found = answer(**wrong).json()["error"]
+        assert found["param"] == "response_format.json_schema"
+
+
+def test_one_constraint_under_the_names_of_two_versions(client):
+    """guidance sends structured_outputs for today's vLLM, and guided_grammar for older ones."""
+    lark = 'start: "x"'
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+    body |= {"structured_outputs": {"grammar": lark}, "guided_decoding_backend": "guidance"}
+    answer = client.post("/v1/chat/completions", json=body | {"guided_grammar": lark})
+    assert answer.json()["choices"][0]["message"]["content"] == "x"
+    answer = client.post("/v1/chat/completions", json=body | {"guided_grammar": 'start: "y"'})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "guided_grammar"
+
+
+def test_search_results_are_text(client):
+    """They were refused as pictures are."""
+    found = {"type": "search_result", "source": "s", "title": "t", "citations": {"enabled": False}}
+    found["content"] = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+    def tokens(content):
+        call = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "1", "content": content}
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "content": [call]}]
+        body = {"messages": [*turns, {"role": "user", "content": [result]}]}
+        answer = client.post("/v1/messages/count_tokens", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["input_tokens"]
+
+    assert tokens([found]) == tokens([{"type": "text", "text": "t\n\ns\n\na\n\nb"}])
+
+
+def test_a_prompt_of_one_token_has_its_log_probability(client):
+    """It is null, as of every first token: the whole list was null, which no evaluator reads."""
+    body = {"prompt": "a", "echo": True, "max_tokens": 0, "logprobs": 1}
+    (choice,) = client.post("/v1/completions", json=body).json()["choices"]
+    assert choice["logprobs"]["tokens"] == ["a"] and choice["logprobs"]["token_logprobs"] == [None]

@@ -311,11 +311,13 @@ def _offered(body: ChatBody) -> tuple[tuple[Tool, ...], ToolChoice]:
         return (), choice
     if not tools and choice.kind != "auto":
         raise RequestError("tool_choice asks for a call, but there are no tools.", "tool_choice")
-    if choice.name is not None:
-        found = tuple(tool for tool in tools if tool.signature.name == choice.name)
-        if not found:
-            place = "tool_choice.function.name"
-            raise RequestError(f"{place}: there is no tool {choice.name!r} in tools.", place)
+    if choice.names:
+        found = tuple(tool for tool in tools if tool.signature.name in choice.names)
+        for name in {*choice.names}.difference(tool.signature.name for tool in found):
+            raise RequestError(
+                f"tool_choice: there is no tool {name!r} in tools.",
+                "tool_choice.function.name" if choice.kind == "named" else "tool_choice",
+            )
         return found, choice
     return tools, choice
 

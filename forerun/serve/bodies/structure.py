@@ -4,7 +4,7 @@ OpenAI     response_format {"type": "text" | "json_object" | "json_schema", ...}
 vLLM       structured_outputs {"json" | "regex" | "choice" | "grammar" | "structural_tag"},
            and its older guided_json, guided_regex, guided_choice, guided_grammar
 SGLang     json_schema, regex, ebnf
-llama.cpp  grammar, json_schema, and "schema" in a response_format of type json_object
+llama.cpp  grammar, json_schema, and "schema" in a response_format of a JSON type
 """
 
 from dataclasses import dataclass, replace
@@ -99,7 +99,10 @@ def response_rules(value: Any, where: str) -> Rules | None:
     """
     given = _response_format(value, where)
     if isinstance(given, _JsonSchema):
-        return given.json_schema.rules
+        if (given.json_schema is None) is (given.schema is None):
+            problem = "is missing, or there is a schema beside it"
+            raise RequestError(f"{where}.json_schema {problem}.", f"{where}.json_schema")
+        return given.json_schema.rules if given.json_schema else given.schema
     if isinstance(given, _StructuralTag):
         return tag_rules(given.structures, given.triggers, where)
     if isinstance(given, _JsonObject):
@@ -128,11 +131,12 @@ def structured_rules(value: Any, where: str) -> Rules:
 
 
 def one_of(body: Any, names: tuple[str, ...], prefix: str = "") -> Rules | None:
-    """Return the one field of `names` that is set; None if none is. Raises RequestError, naming
-    two, if more are.
+    """Return the one field of `names` that is set, or several that mean the same, as clients send
+    them to servers of any version (guidance); None if none is. Raises RequestError, naming two, if
+    more are.
     """
     found = [name for name in names if getattr(body, name) is not None]
-    if len(found) > 1:
+    if any(getattr(body, name) != getattr(body, found[0]) for name in found[1:]):
         raise RequestError(
             f"{prefix}{found[0]} and {prefix}{found[1]} cannot be honoured at once: an answer "
             "has one constraint.",
@@ -212,7 +216,8 @@ class _Wrapper(Declaration):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _JsonSchema(Typed):
-    json_schema: _NamedSchema = need(_named_schema)
+    json_schema: _NamedSchema | None = accept(_named_schema)
+    schema: Rules | None = accept(json_rules)
 
 
 def _tag(value: Any, where: str) -> Tag:

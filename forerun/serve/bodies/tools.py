@@ -54,10 +54,12 @@ class Tool:
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """kind: none, auto, required, or named; name: of the function, for named."""
+    """kind: none, auto, required, or named; names: the only functions that may be called, one for
+    named; () = all.
+    """
 
     kind: str
-    name: str | None = None
+    names: tuple[str, ...] = ()
 
 
 @takes({"type": "object", "required": ["type", "function"]})
@@ -116,9 +118,14 @@ def tools(value: Any, where: str) -> tuple[Tool, ...]:
 
 @takes({"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]})
 def tool_choice(value: Any, where: str) -> ToolChoice:
-    """Read none, auto, required, or {"type": "function", "function": {"name": ...}}."""
+    """Read none, auto, required, {"type": "function", "function": {"name": ...}}, or allowed_tools,
+    which has a mode and such functions.
+    """
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        allowed = read(_Allowed, value, where).allowed_tools
+        return ToolChoice(allowed.mode, tuple(one.function.name for one in allowed.tools))
     if isinstance(value, dict):
-        return ToolChoice("named", read(_Choice, value, where).function.name)
+        return ToolChoice("named", (read(_Choice, value, where).function.name,))
     if value not in ("none", "auto", "required"):
         raise RequestError(
             f"{where} must be none, auto, required or a function, not {shown(value)}.", where
@@ -165,6 +172,21 @@ class _Named(Declaration):
 class _Choice(Declaration):
     type: str = need(_FUNCTIONS)
     function: _Named = need(part(_Named))
+
+
+MODES = only("auto", "required", why="the mode of allowed tools")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _AllowedTools(Declaration):
+    mode: str = need(MODES)
+    tools: tuple[_Choice, ...] = need(items(part(_Choice), MAX_TOOLS, 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Allowed(Declaration):
+    type: str = need(only("allowed_tools", why="it is a fixed value"))
+    allowed_tools: _AllowedTools = need(part(_AllowedTools))
 
 
 def _first_object(value: Any, where: str, left: list[str]) -> dict[str, Any]:

@@ -12,12 +12,11 @@ from forerun.serve.bodies.tools import ToolChoice, different
 from forerun.serve.dialects.anthropic.schema import (
     AnthropicMessage,
     CountBody,
-    Document,
     MessagesBody,
-    Text,
     Thinking,
     ToolResult,
     ToolUse,
+    Written,
     is_hosted,
 )
 
@@ -81,7 +80,7 @@ def _plain(message: AnthropicMessage) -> list[dict[str, Any]]:
     """Convert a message to messages of a template: results of tools become messages of their own,
     and come first, since they answer the calls before.
     """
-    texts = [block.text for block in message.content if isinstance(block, Text | Document)]
+    texts = [block.text for block in message.content if isinstance(block, Written)]
     found: list[dict[str, Any]] = [
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": block.content}
         for block in message.content
@@ -121,7 +120,7 @@ def _choice(body: CountBody) -> ToolChoice:
     if choice.name not in [tool.signature.name for tool in body.tools]:
         name = "tool_choice.name"
         raise RequestError(f"{name}: there is no tool {choice.name!r} in tools.", name)
-    return ToolChoice("named", choice.name)
+    return ToolChoice("named", (choice.name,))
 
 
 def _effort(body: CountBody) -> str | None:

@@ -116,8 +116,24 @@ class Document(Typed):
         return "\n\n".join([*head, self.source.data])
 
 
-_MEDIA = dict.fromkeys(("image", "search_result"), NO_MEDIA)
-_TEXTS = {"text": Text, "document": Document}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult(Typed):
+    """A block of texts that were found, with their source."""
+
+    source: str = need(plain_text)
+    title: str = need(plain_text)
+    content: tuple[Text, ...] = need(items(part(Text), MAX_MESSAGES))
+    citations: _Citations | None = accept(part(_Citations))
+    unused: ClassVar[dict[str, Unused]] = {"cache_control": Unused(mapping)}
+
+    @property
+    def text(self) -> str:
+        """Title, source and texts in one string, for the prompt."""
+        return "\n\n".join([self.title, self.source, *(one.text for one in self.content)])
+
+
+_MEDIA = {"image": NO_MEDIA}
+_TEXTS = {"text": Text, "document": Document, "search_result": SearchResult}
 joined_text = joined(tagged(_TEXTS, _MEDIA))
 
 
@@ -133,7 +149,8 @@ class ToolResult(Typed):
     }
 
 
-Block = Text | Document | Thinking | ToolUse | ToolResult
+Written = Text | Document | SearchResult
+Block = Written | Thinking | ToolUse | ToolResult
 _block = tagged(
     {**_TEXTS, "thinking": Thinking, "tool_use": ToolUse, "tool_result": ToolResult},
     {**_MEDIA, "redacted_thinking": _OURS, "server_tool_use": OWN_TOOLS},

@@ -240,7 +240,7 @@ class CompletionFormat:
         """Return the log-probabilities in the legacy format, as parallel lists. The first token of
         a prompt has none.
         """
-        if not (news.logprobs or (echo is not None and echo.tokens and news.prompt_logprobs)):
+        if not news.logprobs and (echo is None or not echo.tokens):
             return None
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         parts: dict[str, list[Any]] = {name: [] for name in names}

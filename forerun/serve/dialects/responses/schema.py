@@ -22,6 +22,7 @@ from forerun.serve.bodies.fields import (
     part,
     plain_text,
     read,
+    schema_of,
     tagged,
     takes,
     text,
@@ -41,6 +42,7 @@ from forerun.serve.bodies.schema import (
 from forerun.serve.bodies.structure import json_object_rules, named_rules
 from forerun.serve.bodies.tools import (
     MAX_TOOLS,
+    MODES,
     Tool,
     ToolChoice,
     ToolFunction,
@@ -298,12 +300,34 @@ class _Named(Declaration):
     name: str = need(function_name)
 
 
-@takes({"anyOf": [{"enum": ["none", "auto", "required", {"type": SHELL}]}, body_schema(_Named)]})
+@takes({"anyOf": [{"const": {"type": SHELL}}, body_schema(_Named)]})
+def _one_tool(value: Any, where: str) -> str:
+    """Read a tool by its name. Raises RequestError naming the field."""
+    return SHELL if value == {"type": SHELL} else read(_Named, value, where).name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Allowed(Declaration):
+    type: str = need(only("allowed_tools", why="it is a fixed value"))
+    mode: str = need(MODES)
+    tools: tuple[str, ...] = need(items(_one_tool, MAX_TOOLS, 1))
+
+
+@takes(
+    {
+        "anyOf": [
+            {"enum": ["none", "auto", "required"]},
+            schema_of(_one_tool),
+            body_schema(_Allowed),
+        ]
+    }
+)
 def _tool_choice(value: Any, where: str) -> ToolChoice:
-    if value == {"type": SHELL}:
-        return ToolChoice("named", SHELL)
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        allowed = read(_Allowed, value, where)
+        return ToolChoice(allowed.mode, allowed.tools)
     if isinstance(value, dict):
-        return ToolChoice("named", read(_Named, value, where).name)
+        return ToolChoice("named", (_one_tool(value, where),))
     return tool_choice(value, where)
 
 
