@@ -1,8 +1,6 @@
 """Records on disk: read in order after a restart, up to any doubt, within their share."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -100,38 +98,6 @@ def test_a_record_moved_elsewhere_is_none(tmp_path):
     (path,) = files(tmp_path)
     path.write_bytes(path.read_bytes()[121:])
     assert [*opened(tmp_path).read()] == []
-
-
-def test_a_record_of_another_folder_is_none(tmp_path):
-    filled(tmp_path / "one").close()
-    opened(tmp_path / "two")
-    (path,) = files(tmp_path / "one")
-    path.rename(tmp_path / "two" / "a" / path.name)
-    assert [*opened(tmp_path / "two").read()] == []
-
-
-KILLED = """
-import sys
-from tests.engine.test_journal import opened
-journal, number = opened(__import__("pathlib").Path(sys.argv[1])), 0
-while True:
-    number += 1
-    journal.append(number.to_bytes(4, "little") * 200)
-    print(number, flush=True)
-"""
-
-
-def test_a_writer_that_is_killed(tmp_path):
-    line = [sys.executable, "-c", KILLED, str(tmp_path)]
-    last = 0
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as child:
-        for _ in range(40):
-            last = int(child.stdout.readline())
-        child.kill()
-        last = int([last, *child.stdout.read().split()][-1])
-    numbers = [int.from_bytes(record[:4], "little") for record in opened(tmp_path).read()]
-    assert numbers == [*range(numbers[0], numbers[-1] + 1)] and last <= numbers[-1] <= last + 1
-    assert size(tmp_path) <= 4 * 5_000
 
 
 def test_two_servers_in_one_folder(tmp_path):
