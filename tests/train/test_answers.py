@@ -172,41 +172,6 @@ def test_shares_of_more_than_all_are_refused():
         TrainConfig(greedy=0.75, hot=0.5)
 
 
-def test_settled_chats_are_not_begun_again():
-    author = Scripted(says)
-    settled = {*range(4, 300), 7, 395}
-    _, chats = write(author, settled=settled, written=390, answers=400, follow_up=0)
-    assert {chat.number for chat in chats} == {0, 1, 2, 3, *range(300, 306)}
-
-
-class Prompt(Scripted):
-    """Answers one at a time, in the order of requests."""
-
-    def finished(self):
-        self._open.reverse()
-        self._open, ready = self._open[:-1], self._open[-1:]
-        self._open.reverse()
-        return [(key, np.array(TOKENIZER.encode(text), np.int32)) for key, text in ready]
-
-
-def test_a_corpus_is_the_same_whichever_answer_came_first(tmp_path):
-    """Two are unusable and replaced by others."""
-
-    def answer(prompt):
-        return "" if "wrong" in prompt else f"You asked: {prompt[-40:]}"
-
-    questions = [f"{'wrong' if n in (1, 4) else 'right'} question {n * 7}" for n in range(12)]
-    corpora = []
-    for kind in (Scripted, Prompt):
-        turns = iter([[{"role": "user", "content": text}] for text in questions])
-        _, chats = write(kind(answer), turns, answers=9, follow_up=0)
-        corpora.append((chats, write_chats(tmp_path / kind.__name__, chats, 2)))
-    (some, one), (others, other) = corpora
-    assert [chat.number for chat in some] != [chat.number for chat in others]
-    for name in ("tokens", "loss_mask", "starts"):
-        assert np.array_equal(getattr(one, name), getattr(other, name))
-
-
 class Stopped(Scripted):
     """Ends the run after so many outputs."""
 

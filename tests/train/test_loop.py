@@ -122,9 +122,6 @@ def test_resumes_to_the_bit(corpus, tmp_path, shards):
     whole = trial(corpus, tmp_path / "whole", shards, **values)
     train(whole, lambda p: None)
 
-    class Stop(Exception):
-        pass
-
     def stop_at_seven(progress):
         if progress.step == 7:
             raise KeyboardInterrupt
