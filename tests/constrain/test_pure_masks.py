@@ -16,7 +16,7 @@ from forerun.control.policy import FIXED_MIN_PROB
 from forerun.interface.grammars import Committed
 from forerun.speculative.sampling import unpack
 from forerun.speculative.tree import Draft, batch
-from tests.constrain.tools import SPANNING, TOKENIZERS, compiled, members, random_draft
+from tests.constrain.tools import SPANNING, TOKENIZERS, compiled, members
 
 TEXT, NUMBER, YES_NO = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
 PAIR = {"name": TEXT, "age": NUMBER}
@@ -304,28 +304,3 @@ def test_a_token_that_breaks_an_automaton_is_forgotten_with_its_copy():
     matcher.back(3)
     assert matcher.commit(a) and matcher.commit(a) and not matcher.error
     assert not matcher.commit(b) and matcher.error, "this one was decided"
-
-
-def test_random_drafts_meet_every_place_between_two_siblings():
-    """Back to the same place several times: a copy is kept there, and no other is spoilt."""
-    grammar, random = Grammar.regex("[a-e]{1,9}x?"), Random(5)
-    for _ in range(40):
-        draft = random_draft(random, [*map(ord, "abcdex")], 16, 4)
-        matcher = Matcher(compiled(grammar))
-        path: list[int] = []
-        paths = in_order(draft)
-        random.shuffle(paths)
-        for wanted in paths:
-            common = 0
-            while path[common : common + 1] == list(wanted[common : common + 1]) != []:
-                common += 1
-            matcher.back(len(path) - common)
-            del path[common:]
-            for token in wanted[common:]:
-                if matcher.complete or not matcher.advance(token):
-                    break
-                path.append(token)
-            fresh = Matcher(compiled(grammar))
-            assert all(fresh.commit(token) for token in path)
-            assert matcher.complete == fresh.complete
-            assert matcher.mask() == fresh.mask() and matcher.forced() == fresh.forced()

@@ -5,7 +5,6 @@ grammar, whichever tokens it is written with.
 """
 
 from dataclasses import replace
-from random import Random
 
 import numpy as np
 import pytest
@@ -17,13 +16,12 @@ from forerun.constrain.matcher.start_marker import MarkerTokens, StartMarker
 from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.engine.request import Finish
 from forerun.interface.grammars import Committed
-from forerun.speculative.sampling import unpack
-from forerun.speculative.tree import Draft, batch
+from forerun.speculative.tree import Draft
 from forerun.text.pieces import Pieces
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
 from forerun.text.tokenizer import AddedToken, TextEnds, Tokenizer
 from tests.constrain.test_lossless import engine, heard
-from tests.constrain.tools import members, random_draft
+from tests.constrain.tools import members
 from tests.engine.toys import ask, run
 
 MARK = "</t>"
@@ -100,51 +98,6 @@ def test_control_tokens_change_nothing_unless_they_leave_text():
         matcher = Matcher(compiled(control))
         assert all(matcher.commit(token) for token in output)
         assert matcher.waiting == control
-
-
-def random_output(random: Random, most: int = 9) -> list[int]:
-    matcher, out = Matcher(compiled()), []
-    for _ in range(random.randrange(most)):
-        mask = matcher.mask()
-        choices = [*map(ord, LETTERS)] if matcher.waiting else members(mask)
-        token = random.choice(choices)
-        if mask is not None and token not in members(mask):
-            break
-        assert matcher.commit(token)
-        if matcher.complete:
-            return out
-        out.append(token)
-    return out
-
-
-def test_every_node_of_a_tree_has_the_mask_of_its_own_path():
-    random = Random(3)
-    begun = 0
-    for _ in range(60):
-        output = random_output(random)
-        tokens = [*random.sample([*map(ord, LETTERS)], 6), ord("P"), 259, 256, 299]
-        draft = random_draft(random, tokens, 12, 5)
-        trees = batch([np.array([1], np.int32)], [draft])
-        grammars = TreeGrammars(VOCAB)
-        grammars.open(0, compiled(), output)
-        masks = grammars.masks(np.zeros(1, np.int32), trees)
-        paths = [()]
-        for token, parent in zip(draft.tokens.tolist(), draft.parents.tolist(), strict=True):
-            paths.append((*paths[parent + 1], token))
-        for node, path in enumerate(paths):
-            fresh = Matcher(compiled())
-            fits = all(fresh.commit(token) for token in [*output, *path])
-            if not fits or fresh.complete:
-                assert masks.row[node] == -1
-                continue
-            wanted = fresh.mask()
-            begun += not fresh.waiting and bool(path)
-            if wanted is None:
-                assert masks.row[node] == -1
-            else:
-                bits = unpack(masks.bits[masks.row[node]], VOCAB)
-                assert set(np.flatnonzero(bits)) == set(members(wanted)) - {*range(VOCAB, 320)}
-    assert begun > 15, "drafts were meant to run across the marker"
 
 
 def test_commits_stop_where_the_rest_of_a_token_does_not_fit():
