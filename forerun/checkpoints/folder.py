@@ -1,5 +1,6 @@
 """Reads folders of config.json and safetensors, as written by `transformers`."""
 
+import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -20,23 +21,18 @@ from forerun.checkpoints.naming import (
     experts_transposed,
     layer_pieces,
 )
-from forerun.checkpoints.prediction_naming import (
-    divided,
-)
+from forerun.checkpoints.prediction_naming import divided
 from forerun.checkpoints.quantised.files import with_matrices
 from forerun.checkpoints.quantised.method import Method, read_method
 from forerun.checkpoints.shard import FLOATS, QUANTISED, read_shard
 from forerun.errors import ModelError, reason_of
 from forerun.networks.arch import Architecture, expected_tensors
-from forerun.networks.config_json import (
-    INDEXED,
-    architecture_from,
-    read_json,
-    with_text_config,
-)
+from forerun.networks.config_json import INDEXED, architecture_from, read_json, with_text_config
 from forerun.networks.keys import shown
 from forerun.options.sampling_params import SAMPLING_PARAMS
 from forerun.types import Floats
+
+log = logging.getLogger("forerun.checkpoints")
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
@@ -237,7 +233,8 @@ def config_of(folder: Path) -> dict[str, Any]:
     says what else the folder may be.
     """
     if (folder / "config.json").is_file():
-        return with_text_config(read_json(folder / "config.json"))
+        config = with_text_config(read_json(folder / "config.json"))
+        return config if "quantization_config" in config else config | _modelopt(folder)
     hint = ""
     if (folder / "adapter_config.json").is_file():
         hint = "; it holds an adapter: merge it into its base model first"
@@ -246,6 +243,15 @@ def config_of(folder: Path) -> dict[str, Any]:
     else:
         hint = _gone(folder)
     raise ModelError(f"{folder} is not a model folder: it has no config.json{hint}")
+
+
+def _modelopt(folder: Path) -> dict[str, Any]:
+    """Return the quantization_config that ModelOpt writes beside config.json; {} without one."""
+    path = folder / "hf_quant_config.json"
+    settings = read_json(path).get("quantization") if path.is_file() else None
+    if not isinstance(settings, dict) or not settings.get("quant_algo"):
+        return {}
+    return {"quantization_config": {"quant_method": "modelopt", **settings}}
 
 
 def _gone(folder: Path) -> str:
@@ -279,7 +285,10 @@ def files_by_tensor(folder: Path, kinds: Mapping[str, int] = FLOATS) -> dict[str
 
 
 def _sharded(index: Path, suffix: str, read: Callable[[Path], TensorFile]) -> dict[str, TensorFile]:
-    """Open with `read` the files named by an index. Returns tensor name -> file."""
+    """Open with `read` the files named by an index. Returns tensor name -> file. The files count
+    where the index says otherwise: published ones name tensors that were dropped, or lack some that
+    were added. Raises ModelError if a tensor is in two files, or the index names none.
+    """
     listed = read_json(index, _MOST_INDEX).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(f, str) for f in listed.values()):
         raise ModelError(f"{index} has no weight_map from tensor to file name")
@@ -291,17 +300,14 @@ def _sharded(index: Path, suffix: str, read: Callable[[Path], TensorFile]) -> di
             f"not {shortened(outside or [f'{len(names)} files'])}"
         )
     files: dict[str, TensorFile] = {}
-    owners: dict[str, str] = {}
     for name in names:
         shard = read(index.parent / name)
         twins = files.keys() & shard.tensors.keys()
         if twins:
             raise ModelError(f"{index.parent / name} repeats tensors: {shortened(sorted(twins))}")
         files |= dict.fromkeys(shard.tensors, shard)
-        owners |= dict.fromkeys(shard.tensors, name)
-    wrong = {name for name, _ in owners.items() ^ listed.items()}
-    if wrong:
-        raise ModelError(f"{index} and its files disagree on {shortened(sorted(wrong))}")
+    if wrong := files.keys() ^ listed.keys():
+        log.warning("%s and its files disagree on %s.", index, shortened(sorted(wrong)))
     return files
 
 

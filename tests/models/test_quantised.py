@@ -39,6 +39,13 @@ def shuffled(weight):
 
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+MODELOPT = {
+    "quant_method": "modelopt",
+    "quant_algo": "FP8",
+    "ignore": ["lm_head"],
+    "producer": {"name": "modelopt", "version": "0.29.0"},
+    "config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "dynamic": False}}},
+}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
 GROUP = {"num_bits": 4, "strategy": "group", "group_size": 16}
@@ -49,6 +56,10 @@ FORMATS = {
         lambda w: packers.float8(w, 32, 24),
     ),
     "fp8-tensor": (FP8, lambda w: packers.float8(w, 0, 0, "weight_scale")),
+    "modelopt": (
+        MODELOPT | {"kv_cache_scheme": {"type": "float", "num_bits": 8}},
+        lambda w: packers.float8(w, 0, 0, "weight_scale"),
+    ),
     "gptq": (GPTQ, packers.gptq),
     "gptq-v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, lambda w: packers.gptq(w, version="2")),
     "gptq-8": (GPTQ | {"bits": 8}, lambda w: packers.gptq(w, bits=8)),
@@ -326,6 +337,23 @@ def test_what_does_not_fit_is_named(damage, tmp_path):
     folder, _ = made(tmp_path, name)
     rewrite(folder, change)
     with pytest.raises(ModelError, match=message):
+        FolderCheckpoint(folder)
+
+
+def test_modelopt_says_its_format_in_a_file_beside(tmp_path):
+    """Its older exports leave config.json as it was: every scale was an unexpected tensor."""
+    folder, meant = made(tmp_path, "modelopt")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    said = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    beside = folder / "hf_quant_config.json"
+    beside.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
+    checkpoint = FolderCheckpoint(folder)
+    for weight, numbers in meant.items():
+        np.testing.assert_array_equal(checkpoint.tensor(weight), numbers)
+    beside.write_text(json.dumps({"quantization": said | {"quant_algo": "NVFP4"}}))
+    with pytest.raises(ModelError, match="quant_algo is 'NVFP4'; it must be FP8"):
         FolderCheckpoint(folder)
 
 

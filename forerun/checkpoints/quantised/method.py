@@ -17,6 +17,7 @@ READ = (
     "gptq (2, 4 and 8 bits)",
     "awq (gemm, 4 bits)",
     "mxfp4 (gpt-oss's experts)",
+    "modelopt (FP8)",
 )
 
 
@@ -60,6 +61,7 @@ def read_method(config: Mapping[str, Any]) -> tuple[Method, ...]:
         "awq": _awq,
         "mxfp4": _mxfp4,
         "compressed-tensors": _compressed,
+        "modelopt": _modelopt,
     }
     if name not in readers:
         raise ModelError(
@@ -169,6 +171,21 @@ def _awq(keys: Keys) -> tuple[Method, ...]:
 def _mxfp4(keys: Keys) -> tuple[Method, ...]:
     """Return the method of gpt-oss's experts; its other matrices are floats."""
     return (Method("MXFP4, floats of 4 bits in groups of 32", "mxfp4", 4, 32),)
+
+
+_FP8_ROWS = {"FP8": 0, "FP8_PER_CHANNEL_PER_TOKEN": 1}
+
+
+def _modelopt(keys: Keys) -> tuple[Method, ...]:
+    """Return the method of NVIDIA's ModelOpt: float8 with a scale for a matrix, or for each row."""
+    algorithm = keys.text("quant_algo")
+    if algorithm not in _FP8_ROWS:
+        raise keys.unfit("quant_algo", algorithm, " or ".join(_FP8_ROWS))
+    for name in ("config_groups", "producer", "exclude_modules"):
+        keys.get(name)
+    rows = _FP8_ROWS[algorithm]
+    how = "a scale per row" if rows else "one scale for a matrix"
+    return (Method(f"ModelOpt, float8, {how}", "float8", 8, 0, rows),)
 
 
 def _group(keys: Keys, name: str) -> int:
