@@ -146,11 +146,11 @@ class SandboxProcess:
 
     def _ask_once(self, process: "subprocess.Popen[str]", line: str, patience: float) -> str:
         """Return the process's answer to a line; "" if it was killed or died."""
-        silent, heard = threading.Event(), threading.Event()
+        silent, answered = threading.Event(), threading.Event()
 
         def watch() -> None:
             worked, since, stopped = _processor_time(process.pid), monotonic(), 0
-            while not heard.wait(min(LOOK, patience)):
+            while not answered.wait(min(LOOK, patience)):
                 before, worked = worked, _processor_time(process.pid)
                 since = since if worked == before else monotonic()
                 stopped = stopped + 1 if _state(process.pid)[:1] == ["T"] else 0
@@ -165,7 +165,7 @@ class SandboxProcess:
         except (OSError, ValueError):  # It died before it could listen, or was closed meanwhile.
             answer = ""
         finally:
-            heard.set()
+            answered.set()
         if answer.endswith("\n"):
             return answer
         process.kill()

@@ -135,7 +135,7 @@ def _own_run(config: EngineConfig, target: Checkpoint | None) -> bool:
 
 
 def drafting_sentence(
-    asked: EngineConfig,
+    requested: EngineConfig,
     resolved: EngineConfig,
     table: bool,
     fault: str | None,
@@ -143,7 +143,7 @@ def drafting_sentence(
 ) -> str:
     """Return one line for the start: the drafter, with the reason.
 
-    asked     the configuration before it was resolved
+    requested     the configuration before it was resolved
     resolved  the same afterwards
     table     there is an n-gram table
     fault     why drafting is off although it was requested; None = it is not
@@ -152,26 +152,26 @@ def drafting_sentence(
     method, named = resolved.algorithm, resolved.speculative_draft_model_path
     if not resolved.speculates:
         return f"drafting: OFF ({fault or 'as requested'})"
-    if asked.speculative_algorithm != AUTO:
+    if requested.speculative_algorithm != AUTO:
         source = "the draft that comes with the model" if named else "the target's own layers"
         source = f"{named} beside the model" if method.kind == "assistant" else source
-        why = f"as requested, by {asked.speculative_draft_model_path or source}" * method.model
-        why = (why or "as requested") + _unlike_sglang(asked) * (method.kind == "head")
+        why = f"as requested, by {requested.speculative_draft_model_path or source}" * method.model
+        why = (why or "as requested") + _unlike_sglang(requested) * (method.kind == "head")
     elif method.kind == "layers" and named is not None:
         why = f"AUTO: {named} holds prediction layers"
     elif method.kind == "layers":
         why = "AUTO: the target has prediction layers of its own"
     elif method.kind == "assistant":
-        lies = " and lies beside it" * (asked.speculative_draft_model_path is None)
+        lies = " and lies beside it" * (requested.speculative_draft_model_path is None)
         why = f"AUTO: {named} is the model's assistant{lies}"
-    elif method.kind == "whole" and asked.speculative_draft_model_path is None:
+    elif method.kind == "whole" and requested.speculative_draft_model_path is None:
         why = f"AUTO: no draft is given, and {named}, a much smaller model, is on this machine"
-        why += "; --speculative-algorithm NGRAM leaves it out" + _published(asked)
+        why += "; --speculative-algorithm NGRAM leaves it out" + _published(requested)
     elif method.model:
         why = f"AUTO: {named} is {'a whole model' if method.kind == 'whole' else 'such a draft'}"
-    elif asked.speculative_draft_model_path is None:
+    elif requested.speculative_draft_model_path is None:
         why = "AUTO: no draft is given" + (", and the model's own has an n-gram table" * table)
-        why += "; --speculative-algorithm OFF is plain decoding" + _published(asked)
+        why += "; --speculative-algorithm OFF is plain decoding" + _published(requested)
     else:
         why = f"AUTO: {named} holds no draft model"
     if method.model and resolved.speculative_token_map is not None:
@@ -203,14 +203,14 @@ def _seldom(config: EngineConfig) -> str:
     )
 
 
-def _unlike_sglang(asked: EngineConfig) -> str:
+def _unlike_sglang(requested: EngineConfig) -> str:
     """Return a note on SGLang's trees, for a head without options of its tree's size; else ""."""
     given = (
-        asked.speculative_num_steps,
-        asked.speculative_eagle_topk,
-        asked.speculative_num_draft_tokens,
+        requested.speculative_num_steps,
+        requested.speculative_eagle_topk,
+        requested.speculative_num_draft_tokens,
     )
-    if asked.algorithm.name not in ("EAGLE", "EAGLE3") or given != (None, None, None):
+    if requested.algorithm.name not in ("EAGLE", "EAGLE3") or given != (None, None, None):
         return ""
     return (
         f"; chains of {DEFAULT_STEPS} draft tokens: SGLang's trees are --speculative-num-steps 5 "
@@ -269,11 +269,11 @@ def resolved_drafting(
         named = meant(config, "DFLASH" if block else "EAGLE")
         chosen = named if head or block else "NGRAM"
     config = replace(config, speculative_algorithm=chosen)
-    asked = (config.speculative_num_steps, config.speculative_num_draft_tokens)
-    if block and asked == (None, None):
+    given = (config.speculative_num_steps, config.speculative_num_draft_tokens)
+    if block and given == (None, None):
         config = replace(config, speculative_num_steps=block)
     bought = config.executor == "cpu" and config.policy == "adaptive"
-    if bought and asked == (None, None) and not block and config.speculative_eagle_topk is None:
+    if bought and given == (None, None) and not block and config.speculative_eagle_topk is None:
         nodes, width, depth = DraftShape()
         if config.algorithm.kind == "whole":
             nodes, width, depth = WHOLE_SHAPE

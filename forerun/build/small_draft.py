@@ -37,16 +37,16 @@ def wants_small(config: EngineConfig, weights: int) -> bool:
     return undecided and here and weights >= RATIO * SMALL_BYTES
 
 
-def missing(asked: EngineConfig, resolved: EngineConfig, weights: int) -> str:
+def missing(requested: EngineConfig, resolved: EngineConfig, weights: int) -> str:
     """Return a note, for the end of the start's sentence, that the built-in model would draft if it
     were on this machine; "" if it is, or would not.
 
-    asked     the configuration before it was resolved
+    requested     the configuration before it was resolved
     resolved  the same afterwards
     weights   bytes of the target's
     """
-    unnamed = asked.speculative_draft_model_path is None and not resolved.algorithm.model
-    decided = replace(resolved, speculative_algorithm=asked.speculative_algorithm)
+    unnamed = requested.speculative_draft_model_path is None and not resolved.algorithm.model
+    decided = replace(resolved, speculative_algorithm=requested.speculative_algorithm)
     if not unnamed or is_here(SMALL) or not wants_small(decided, weights):
         return ""
     return f"; after `forerun pull {SMALL}` that model drafts, too"

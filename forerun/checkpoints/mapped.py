@@ -149,10 +149,10 @@ def mapped(path: Path) -> NDArray[np.uint8]:
         with path.open("rb") as file:
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        said = f"cannot be read: {reason_of(error)}"
+        problem = f"cannot be read: {reason_of(error)}"
         if isinstance(error, FileNotFoundError) and path.is_symlink():
-            said = "is a link to a file that is gone: fetch it again"
-        raise ModelError(f"{path} {said}") from error
+            problem = "is a link to a file that is gone: fetch it again"
+        raise ModelError(f"{path} {problem}") from error
     check_fetched(path, mapping[: len(_POINTER)])
     _mappings.add(mapping)
     return np.frombuffer(mapping, np.uint8)

@@ -216,7 +216,7 @@ class Fuzzer:
         target = self._opened(case)
         engine = make_engine(target, replace(target.config, **case.changes))
         try:
-            heard = _drive(engine, [self._request(target, asked) for asked in case.requests], case)
+            choices = _drive(engine, [self._request(target, each) for each in case.requests], case)
             engine.check()
             stats = engine.stats()
         except (ForerunError, AssertionError, TimeoutError) as error:
@@ -226,8 +226,8 @@ class Fuzzer:
         self.report.preemptions += stats.preemptions
         if stats.load.pages_held or stats.load.running or stats.load.waiting:
             return f"something is held when all is over: {stats.load}"
-        for number, (asked, found) in enumerate(zip(case.requests, heard, strict=True)):
-            what = self._compare(asked, found)
+        for number, (fuzz_request, found) in enumerate(zip(case.requests, choices, strict=True)):
+            what = self._compare(fuzz_request, found)
             if what is not None:
                 return f"request {number}: {what}"
         return None
@@ -245,27 +245,27 @@ class Fuzzer:
             self._target = shape, open_target(replace(self._config, **shape))
         return self._target[1]
 
-    def _request(self, target: Target, asked: FuzzRequest) -> Request:
+    def _request(self, target: Target, fuzz_request: FuzzRequest) -> Request:
         grammar = None
-        if asked.grammar is not None:
-            grammar = target.compile(GRAMMARS[asked.grammar]())
-        options = dict(asked.options)
+        if fuzz_request.grammar is not None:
+            grammar = target.compile(GRAMMARS[fuzz_request.grammar]())
+        options = dict(fuzz_request.options)
         if "logit_bias" in options:
             options["logit_bias"] = tuple((token, bias) for token, bias in options["logit_bias"])
         return make_request(
-            np.array(asked.prompt, np.int32),
+            np.array(fuzz_request.prompt, np.int32),
             target.tokenizer.eos_ids,
             grammar=grammar,
-            speculation=Speculation(**asked.speculation),
+            speculation=Speculation(**fuzz_request.speculation),
             **options,
         )
 
-    def _compare(self, asked: FuzzRequest, found: list[Completion]) -> str | None:
-        key = json.dumps([asked.prompt, asked.options, asked.grammar])
+    def _compare(self, fuzz_request: FuzzRequest, found: list[Completion]) -> str | None:
+        key = json.dumps([fuzz_request.prompt, fuzz_request.options, fuzz_request.grammar])
         if key not in self._alone:
             target = self._reference_target
             engine = make_engine(target, target.config)
-            alone = replace(asked, arrives=0, aborts=None, speculation={})
+            alone = replace(fuzz_request, arrives=0, aborts=None, speculation={})
             request = self._request(target, alone)
             self._alone[key] = _drive(engine, [request], Case({}, (alone,)))[0]
             engine.shutdown()
@@ -290,14 +290,14 @@ def _drive(engine: Engine, requests: list[Request], case: Case) -> list[list[Com
     """Step an engine until every request has ended. Returns the choices of each. Raises
     TimeoutError after MAX_STEPS, RequestError if a request is refused.
     """
-    heard = [[Completion(index) for index in range(request.n)] for request in requests]
+    choices = [[Completion(index) for index in range(request.n)] for request in requests]
     place = {request.id: number for number, request in enumerate(requests)}
 
     def sink(delta: Delta) -> None:
-        heard[place[delta.request]][delta.index].take(delta)
+        choices[place[delta.request]][delta.index].take(delta)
 
     waiting = sorted(range(len(requests)), key=lambda number: case.requests[number].arrives)
-    aborting = {n: asked.aborts for n, asked in enumerate(case.requests) if asked.aborts}
+    aborting = {n: each.aborts for n, each in enumerate(case.requests) if each.aborts}
     step, busy = 0, True
     while busy or waiting:
         while waiting and case.requests[waiting[0]].arrives <= step:
@@ -309,7 +309,7 @@ def _drive(engine: Engine, requests: list[Request], case: Case) -> list[list[Com
         step += 1
         if step > MAX_STEPS:
             raise TimeoutError(f"the case has not ended after {MAX_STEPS} steps")
-    return heard
+    return choices
 
 
 def _difference(expected: Completion, found: Completion) -> str | None:

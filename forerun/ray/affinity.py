@@ -63,28 +63,28 @@ def affinity_of(headers: Mapping[str, str], body: bytes) -> Affinity:
     reports the error.
     """
     try:
-        asked = json.loads(body) if body else {}
+        fields = json.loads(body) if body else {}
     except (ValueError, RecursionError):
-        asked = None
-    if not isinstance(asked, dict):
+        fields = None
+    if not isinstance(fields, dict):
         return NOWHERE
     who = headers.get("authorization", "") + headers.get("x-api-key", "")
-    before = json.dumps([who, *(asked.get(name) for name in _BEFORE)])
-    blocks = tuple(_hashed(before, _text(asked)))
-    named = asked.get("prompt_cache_key") or headers.get("x-session-id")
+    before = json.dumps([who, *(fields.get(name) for name in _BEFORE)])
+    blocks = tuple(_hashed(before, _text(fields)))
+    named = fields.get("prompt_cache_key") or headers.get("x-session-id")
     conversation = blocks[0] if blocks else _hash(before.encode(), body)
     if isinstance(named, str):
         conversation = _hash(before.encode(), named.encode("utf-8", "surrogatepass"))
-    previous = asked.get("previous_response_id")
+    previous = fields.get("previous_response_id")
     return Affinity(blocks, conversation, previous if isinstance(previous, str) else "")
 
 
-def _text(asked: Mapping[str, Any]) -> str:
+def _text(fields: Mapping[str, Any]) -> str:
     """Return the text of all messages, concatenated, so that a later turn of a conversation begins
     with the text of the earlier ones.
     """
     for name in _TEXTS:
-        value = asked.get(name)
+        value = fields.get(name)
         if isinstance(value, str):
             return value
         if isinstance(value, list):

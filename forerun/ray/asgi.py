@@ -38,7 +38,7 @@ class Head:
     replica: str = ""
 
 
-async def answered(app: ASGIApp, asked: HttpRequest) -> AsyncIterator[Head | bytes]:
+async def answered(app: ASGIApp, request: HttpRequest) -> AsyncIterator[Head | bytes]:
     """Yield a Head, then the body as it arrives; parts that are available together are yielded as
     one. Closing the generator is reported to the application as a disconnected client. Raises what
     the application raises.
@@ -50,13 +50,13 @@ async def answered(app: ASGIApp, asked: HttpRequest) -> AsyncIterator[Head | byt
         nonlocal given
         if not given:
             given = True
-            return {"type": "http.request", "body": asked.body, "more_body": False}
+            return {"type": "http.request", "body": request.body, "more_body": False}
         await gone.wait()
         return {"type": "http.disconnect"}
 
     async def run() -> None:
         try:
-            await app(_scope(asked), receive, messages.put)
+            await app(_scope(request), receive, messages.put)
         finally:
             messages.put_nowait(None)
 
@@ -81,19 +81,19 @@ async def answered(app: ASGIApp, asked: HttpRequest) -> AsyncIterator[Head | byt
             await asyncio.shield(running)
 
 
-def _scope(asked: HttpRequest) -> dict[str, Any]:
+def _scope(request: HttpRequest) -> dict[str, Any]:
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": "1.1",
-        "method": asked.method,
+        "method": request.method,
         "scheme": "http",
-        "path": asked.path,
-        "raw_path": asked.path.encode(),
-        "query_string": asked.query,
+        "path": request.path,
+        "raw_path": request.path.encode(),
+        "query_string": request.query,
         "root_path": "",
-        "headers": list(asked.headers),
-        "client": asked.client,
+        "headers": list(request.headers),
+        "client": request.client,
         "server": None,
         "state": {},
     }

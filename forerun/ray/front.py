@@ -59,11 +59,11 @@ class Front:
             body += piece
             if len(body) > self._most:
                 return refused(413, f"A body may have {self._most:,} bytes.", "body_too_large")
-        asked = self._asked(request, bytes(body))
-        if asked.path == "/metrics":
-            return await self._metrics(asked)
+        http_request = self._http_request(request, bytes(body))
+        if http_request.path == "/metrics":
+            return await self._metrics(http_request)
         for _ in range(TRIES):
-            forwarded = self._replicas.forward.remote(asked)
+            forwarded = self._replicas.forward.remote(http_request)
             try:
                 head = await _first(forwarded, request)
             except NoReplicaError:
@@ -74,19 +74,19 @@ class Front:
             if head is None:
                 return Response(status_code=499)  # The client has disconnected.
             parts = _from(head.body, forwarded)
-            if asked.path == "/v1/responses":
+            if http_request.path == "/v1/responses":
                 parts = self._remembered(parts, head.replica)
             return answer(head, parts)
         return refused(503, GONE, "replica_died")
 
-    async def _metrics(self, asked: HttpRequest) -> Response:
+    async def _metrics(self, http_request: HttpRequest) -> Response:
         """Return the metrics of all replicas as one page; if a replica refuses, its answer
         instead.
         """
         if PrefixRouter.running == 0:
             return refused(503, NO_REPLICA, "no_replica")
         try:
-            heads = await self._all.broadcast("whole", asked).results_async(
+            heads = await self._all.broadcast("whole", http_request).results_async(
                 timeout_s=METRICS_SECONDS
             )
         except (RayError, TimeoutError) as error:
@@ -98,7 +98,7 @@ class Front:
         page = merged({head.replica: head.body.decode() for head in heads})
         return Response(page, media_type=dict(heads[0].headers)[b"content-type"].decode())
 
-    def _asked(self, request: Request, body: bytes) -> HttpRequest:
+    def _http_request(self, request: Request, body: bytes) -> HttpRequest:
         path: str = request.scope["path"]
         affinity = affinity_of(dict(request.headers), body)
         previous = affinity.previous or path.removeprefix("/v1/responses/").split("/")[0]

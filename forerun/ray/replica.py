@@ -38,19 +38,19 @@ class Replica:
         self._beginning = asyncio.Lock()
         self._lifespan: AbstractAsyncContextManager[Any] | None = None
 
-    async def forward(self, asked: HttpRequest) -> AsyncIterator[Head | bytes]:
+    async def forward(self, request: HttpRequest) -> AsyncIterator[Head | bytes]:
         """Yield the answer to a request: a Head with this replica's name, then its body as it
         arrives. Starts the app at the first request.
         """
         await self._begin()
-        async for part in answered(self._app, asked):
+        async for part in answered(self._app, request):
             yield replace(part, replica=self._name) if isinstance(part, Head) else part
 
-    async def whole(self, asked: HttpRequest) -> Head:
+    async def whole(self, request: HttpRequest) -> Head:
         """Return the answer to a request in one piece, for requests that are sent to every
         replica.
         """
-        parts = [part async for part in self.forward(asked)]
+        parts = [part async for part in self.forward(request)]
         head = parts[0]
         assert isinstance(head, Head)
         rest = (part for part in parts[1:] if isinstance(part, bytes))

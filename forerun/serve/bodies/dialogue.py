@@ -109,8 +109,8 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
         control = bool(plain) and any(_is_control(loaded, mark) for mark in format.seen)
         made = (lambda: OutputParser(None, tools())) if plain else None
         return Dialogue(prompt, rules, made, control)
-    heard = (marks.opener, marks.closer, *(format.seen if plain else ()))
-    control = any(_is_control(loaded, mark) for mark in heard)
+    parsed_marks = (marks.opener, marks.closer, *(format.seen if plain else ()))
+    control = any(_is_control(loaded, mark) for mark in parsed_marks)
     stage, bare = stage_behind(body, tail, marks)
     if banned is None and not (free and stage == Stage.UNDECIDED and budget is None):
         seen = control or not body.skip_special_tokens or not _apart(body)

@@ -105,61 +105,61 @@ class EmbeddingRequest:
         return vector
 
 
-def embedding_generation(asked: EmbeddingRequest, loaded: Frontend, name: str) -> Generation:
+def embedding_generation(request: EmbeddingRequest, loaded: Frontend, name: str) -> Generation:
     """Return the engine's requests. Raises RequestError naming the field, ContextError, ApiError
     (501) if the model, called `name`, makes no embeddings.
     """
     rule: dict[str, Any] = loaded.info["embeddings"]
     if rule["fault"]:
         raise ApiError(501, f"{name} makes no embeddings: {rule['fault']}.", "not_implemented")
-    size = rule["size"] if asked.dimensions is None else asked.dimensions
+    size = rule["size"] if request.dimensions is None else request.dimensions
     if size > rule["size"]:
         message = f"dimensions is {size}, but {name} has {rule['size']}."
         raise RequestError(message, "dimensions")
-    if len(asked.inputs) * size > MAX_NUMBERS:
+    if len(request.inputs) * size > MAX_NUMBERS:
         raise RequestError(
-            f"{len(asked.inputs)} inputs of {size} numbers are more than the {MAX_NUMBERS} of one "
-            "answer; send fewer inputs.",
-            asked.place,
+            f"{len(request.inputs)} inputs of {size} numbers are more than the {MAX_NUMBERS} of "
+            "one answer; send fewer inputs.",
+            request.place,
         )
     id = f"embd-{uuid.uuid4().hex}"
     requests = tuple(
         Request(
             id=RequestId(f"{id}-{index}"),
-            prompt=_tokens(given, asked, loaded, rule["prompt"], index),
+            prompt=_tokens(given, request, loaded, rule["prompt"], index),
             sampling=Sampling(temperature=0.0),
             stopping=Stopping(max_tokens=0),
             speculation=Speculation(enabled=False),
-            cache_salt=asked.salt,
+            cache_salt=request.salt,
             pooling=rule["pooling"],
         )
-        for index, given in enumerate(asked.inputs)
+        for index, given in enumerate(request.inputs)
     )
-    given = () if asked.name is None else (asked.name,)
+    given = () if request.name is None else (request.name,)
     return Generation(
-        *(asked.name or id, int(time.time()), requests, 1, False, frozenset()),
+        *(request.name or id, int(time.time()), requests, 1, False, frozenset()),
         given=given,
         at_once=AT_ONCE,
     )
 
 
 def _tokens(
-    given: Prompt, asked: EmbeddingRequest, loaded: Frontend, prompt: str, index: int
+    given: Prompt, request: EmbeddingRequest, loaded: Frontend, prompt: str, index: int
 ) -> Ints:
     """Return the tokens int32[T] of an input. Raises RequestError, ContextError."""
     tokenizer, suffix = loaded.tokenizer, np.zeros(0, np.int32)
-    place = asked.place if len(asked.inputs) == 1 else f"{asked.place}[{index}]"
+    place = request.place if len(request.inputs) == 1 else f"{request.place}[{index}]"
     if isinstance(given, str):
-        if asked.most is None:
+        if request.most is None:
             check_length(given, loaded, place)
-        ids = tokenizer.encode(prompt + given, True, asked.special)
-        if asked.special:
+        ids = tokenizer.encode(prompt + given, True, request.special)
+        if request.special:
             suffix = np.array(tokenizer.suffix, np.int32)
     else:
         ids = known_tokens(given, loaded, place)
-    if asked.most is not None:
-        room = max(min(asked.most, loaded.context) - len(suffix), 0)
-        ids = ids[:room] if asked.keep_first else ids[max(len(ids) - room, 0) :]
+    if request.most is not None:
+        room = max(min(request.most, loaded.context) - len(suffix), 0)
+        ids = ids[:room] if request.keep_first else ids[max(len(ids) - room, 0) :]
     ids = np.concatenate([ids, suffix])
     if not len(ids):
         raise RequestError(f"{place} is empty; it needs at least one token.", place)

@@ -104,8 +104,8 @@ class Generation:
 def chat_generation(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Generation:
     """Return the generation for a conversation. Raises RequestError and ApiError."""
     logprobs = _alternatives(body)
-    asked = dialogue(body, loaded, settings)
-    prompt = truncated(asked.prompt, body, loaded.context)
+    built = dialogue(body, loaded, settings)
+    prompt = truncated(built.prompt, body, loaded.context)
     limit = body.max_completion_tokens or body.max_tokens
     if body.max_tokens not in (None, limit):
         message = f"max_tokens is {body.max_tokens}, but max_completion_tokens is {limit}."
@@ -116,12 +116,12 @@ def chat_generation(body: ChatBody, loaded: Frontend, settings: ServeSettings) -
     sampling = _sampling(body, loaded, logprobs, body.prompt_logprobs)
     stopping = _stopping(body, sampling, limit)
     # The first space of a grammar's text must not be lost either.
-    exact = asked.rules is not None and asked.rules.grammar.start is None and body.rules is not None
+    exact = built.rules is not None and built.rules.grammar.start is None and body.rules is not None
     continues_text = body.continue_final_message or exact
     made = _generation(body, loaded, (prompt,), stopping, sampling, settings, continues_text)
-    ignored = *made.ignored, *asked.ignored
-    made = replace(made, rules=asked.rules, parser=asked.parser, ignored=ignored)
-    if asked.control:
+    ignored = *made.ignored, *built.ignored
+    made = replace(made, rules=built.rules, parser=built.parser, ignored=ignored)
+    if built.control:
         requests = tuple(replace(request, skip_special_tokens=False) for request in made.requests)
         made = replace(made, requests=requests)
     return made
@@ -188,8 +188,8 @@ def _generation(
     if body.stream_options is not None and not body.stream:
         raise RequestError("stream_options needs stream to be true.", "stream_options")
     _check_limits(body, prompts, stopping, sampling, settings)
-    asked = body.speculative
-    speculation = Speculation(asked.enabled, asked.max_nodes, asked.max_depth, asked.trace)
+    options = body.speculative
+    speculation = Speculation(options.enabled, options.max_nodes, options.max_depth, options.trace)
     predicted = _predicted(body, loaded)
     name = body.id_prefix + uuid.uuid4().hex
     id = name if body.request_id is None else body.id_prefix + body.request_id
@@ -242,10 +242,10 @@ def _thresholds(
     """Return (the accept thresholds if they may change the answer, else None; their field names if
     the request sets them without effect).
     """
-    asked = body.speculative
-    if sampling.lossy and asked.enabled and loaded.config.speculates:
+    options = body.speculative
+    if sampling.lossy and options.enabled and loaded.config.speculates:
         return dict(zip(THRESHOLDS, sampling.accept_thresholds, strict=True)), ()
-    given = {name: getattr(asked, name) for name in THRESHOLDS}
+    given = {name: getattr(options, name) for name in THRESHOLDS}
     idle = (f"speculative.{name}" for name, value in given.items() if (value or 1.0) < 1)
     return None, tuple(idle)
 
@@ -262,8 +262,8 @@ def _sampling(
     tokenizer = loaded.tokenizer
     eos = () if body.ignore_eos else tokenizer.eos_ids
     given = {name: getattr(body, name) for name in NEUTRAL}
-    asked = {name: value for name, value in given.items() if value is not None}
-    usual = {**NEUTRAL, "seed": secrets.randbits(64), **loaded.sampling, **asked}
+    requested = {name: value for name, value in given.items() if value is not None}
+    usual = {**NEUTRAL, "seed": secrets.randbits(64), **loaded.sampling, **requested}
     single, acc = body.speculative.accept_threshold_single, body.speculative.accept_threshold_acc
     config = loaded.config
     return Sampling(
@@ -350,10 +350,10 @@ def truncated(prompt: Ints, body: SampledBody, room: int) -> Ints:
     """Return the last tokens of a prompt, truncate_prompt_tokens of them; -1: as many as
     leave one of `room` positions free.
     """
-    asked = body.truncate_prompt_tokens
-    if asked is None:
+    most = body.truncate_prompt_tokens
+    if most is None:
         return prompt
-    kept = max(room - 1, 0) if asked == -1 else asked
+    kept = max(room - 1, 0) if most == -1 else most
     return prompt[max(len(prompt) - kept, 0) :]
 
 

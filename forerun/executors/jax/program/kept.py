@@ -48,11 +48,11 @@ def loads() -> int:
 
 @lru_cache(maxsize=1)
 def _listen() -> None:
-    def heard(event: str, **_: Any) -> None:
+    def count_hit(event: str, **_: Any) -> None:
         if event == _HIT:
             _loaded.count = getattr(_loaded, "count", 0) + 1
 
-    jax.monitoring.register_event_listener(heard)
+    jax.monitoring.register_event_listener(count_hit)
 
 
 class KeptPrograms:

@@ -77,12 +77,12 @@ class Rows(NamedTuple):
 
 
 def packed(
-    batch: Batch, plan: Plan, trees: TreeBatch, choosing: Choosing, asked: Rows, tables: Ints
+    batch: Batch, plan: Plan, trees: TreeBatch, choosing: Choosing, work: Rows, tables: Ints
 ) -> Ints:
     """Return the vector int32[packed_size] that a program reads for one batch of a complete plan.
 
     choosing  temperature, seed and prompt length by slot
-    asked     the programs' work for the plan's rows
+    work     the programs' work for the plan's rows
     tables    int32[B,K,W] of the plan's rows
     """
     whole, views = _blank(batch, tables)
@@ -93,10 +93,10 @@ def packed(
         parents[0] = -1
         views["kv_len"][line] = plan.kv_len[row] + depth
         views["count"][line] = count
-        views["decided"][line] = batch.chunk or asked.decided[row]
-        views["draft_slot"][line] = asked.draft_slot[row]
-        views["of_copies"][line] = -1 if batch.chunk else asked.copies[row]
-        _put_choosing(views, line, slot, choosing, asked.temperature[row])
+        views["decided"][line] = batch.chunk or work.decided[row]
+        views["draft_slot"][line] = work.draft_slot[row]
+        views["of_copies"][line] = -1 if batch.chunk else work.copies[row]
+        _put_choosing(views, line, slot, choosing, work.temperature[row])
         views["of_position"][line] += views["kv_len"][line]
         views["tokens"][line, :count] = trees.tokens[nodes]
         views["parents"][line, :count] = parents
@@ -107,7 +107,7 @@ def packed(
 
 
 def packed_carried(
-    batch: Batch, plan: Plan, ends: Ints, most: Ints, choosing: Choosing, asked: Rows, tables: Ints
+    batch: Batch, plan: Plan, ends: Ints, most: Ints, choosing: Choosing, work: Rows, tables: Ints
 ) -> Ints:
     """Return the vector int32[packed_size] of a round that begins from another: every row takes
     length, root and tree from its slot.
@@ -118,12 +118,12 @@ def packed_carried(
     whole, views = _blank(batch, tables)
     rows = slice(0, plan.rows)
     views["count"][rows] = views["decided"][rows] = views["of_carried"][rows] = 1
-    views["draft_slot"][rows] = asked.draft_slot
+    views["draft_slot"][rows] = work.draft_slot
     views["of_most"][rows], views["of_depth"][rows] = most, plan.max_depth
-    views["of_end"][rows], views["of_copies"][rows] = ends, asked.copies
+    views["of_end"][rows], views["of_copies"][rows] = ends, work.copies
     views["tables"][rows] = tables
     for line, slot in enumerate(plan.slots.tolist()):
-        _put_choosing(views, line, slot, choosing, asked.temperature[line])
+        _put_choosing(views, line, slot, choosing, work.temperature[line])
     return whole
 
 

@@ -98,8 +98,8 @@ def shaping_shapes(rows: int, room: int) -> Shapes:
     }
 
 
-def packed_shaping(batch: Batch, asked: EditsByRow, room: int, vocab: int) -> Ints:
-    """Return the int32[total] vector of `shaping_shapes` for a batch; rows that are not in `asked`
+def packed_shaping(batch: Batch, by_row: EditsByRow, room: int, vocab: int) -> Ints:
+    """Return the int32[total] vector of `shaping_shapes` for a batch; rows that are not in `by_row`
     have neutral values. Raises ValueError if there are more than `room` edits.
     """
     whole, views = zeros_of(shaping_shapes(batch.size.rows, room))
@@ -110,9 +110,9 @@ def packed_shaping(batch: Batch, asked: EditsByRow, room: int, vocab: int) -> In
     views["min_p"].view(np.float32)[:] = -np.inf
     edits: list[tuple[int, int, int, float]] = []
     for line, row in enumerate(batch.rows):
-        if row not in asked:
+        if row not in by_row:
             continue
-        sampling, listed = asked[row]
+        sampling, listed = by_row[row]
         views["repetition"].view(np.float32)[line] = sampling.repetition_penalty
         views["frequency"].view(np.float32)[line] = sampling.frequency_penalty
         views["presence"].view(np.float32)[line] = sampling.presence_penalty

@@ -63,11 +63,11 @@ def _shapes(size: Size, dims: BufferDims) -> Shapes:
     RULES of rows; the grammars' masks [R*N,ceil(V/32)], and each node's mask, -1 = none.
     """
     of_rows = "count", "low", "high", "temperature", "decided", "draft_slot", "copies"
-    asked: Shapes = {}
+    optional: Shapes = {}
     if size.shaping:
-        asked |= dict.fromkeys(RULES, (size.rows,))
+        optional |= dict.fromkeys(RULES, (size.rows,))
     if size.masked:
-        asked |= {"mask_row": (size.total,), "masks": (size.total, -(-dims.vocab // 32))}
+        optional |= {"mask_row": (size.total,), "masks": (size.total, -(-dims.vocab // 32))}
     changes = changes_of(size, dims.page_size)
     return {
         # First, because reads of 64 bits must be aligned.
@@ -78,7 +78,7 @@ def _shapes(size: Size, dims: BufferDims) -> Shapes:
         **dict.fromkeys(("tokens", "parents", "depth"), (size.total,)),
         "tree_intervals": (2, size.total),
         "split": (programs_for(_tiles(size, dims), dims.groups), 3),
-        **asked,
+        **optional,
     }
 
 

@@ -110,10 +110,10 @@ class ShapedRows:
                     self._biased.remove(slot)
                     rows.append((slot, None, np.zeros(self._history.shape[1], np.float32)))
                 continue
-            asked, text = history(row)
+            sampling, text = history(row)
             current = self._counted.get(slot) == len(text.tokens)
-            if not current and (slot not in self._counted or asked.penalised):
-                rows.append((slot, self._entries(text, asked), self._biases(slot, asked)))
+            if not current and (slot not in self._counted or sampling.penalised):
+                rows.append((slot, self._entries(text, sampling), self._biases(slot, sampling)))
                 self._counted[slot] = len(text.tokens)
         return (lambda: self._write(rows)) if rows else None
 
