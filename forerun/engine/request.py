@@ -1,6 +1,5 @@
 """Requests and their validation, finish reasons, and the deltas that an engine sends back."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -243,6 +242,8 @@ def _types(request: Request) -> None:
             raise RequestError(f"stop holds {text!r}, which is not a string.", "stop")
 
 
+MOST_BIAS = 1e9
+"""Largest amount of a logit bias: float32 holds it divided by any temperature."""
 _RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0.0, 1e6),
     "top_p": (0.0, 1.0),
@@ -265,8 +266,8 @@ def _sampling(sampling: Sampling) -> None:
         value = getattr(sampling, name)
         if value is not None and value < 0:
             raise RequestError(f"{name} is {value}, but must not be negative.", name)
-    if not all(math.isfinite(bias) for _, bias in sampling.logit_bias):
-        raise RequestError("logit_bias holds a number that is not finite.", "logit_bias")
+    if not all(abs(bias) <= MOST_BIAS for _, bias in sampling.logit_bias):  # False for NaN.
+        raise RequestError(f"logit_bias holds a number beyond +-{MOST_BIAS:g}.", "logit_bias")
 
 
 def _within(tokens: Sequence[int] | Ints, vocab: int, name: str) -> None:

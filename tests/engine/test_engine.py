@@ -276,6 +276,8 @@ def test_logprobs_of_the_prompt_survive_preemption():
         (ask(n=0), RequestError, "n"),
         (ask(n=10**9), RequestError, "n"),
         (ask(logit_bias=((300, 1.0),)), RequestError, "logit_bias"),
+        (ask(logit_bias=((3, 1e39),)), RequestError, "logit_bias"),
+        (ask(logit_bias=((3, float("nan")),)), RequestError, "logit_bias"),
         (ask(stop_tokens=(-5,)), RequestError, "stop_token_ids"),
         (ask(seed=-1), RequestError, "seed"),
         (ask(grammar=object()), RequestError, "grammar"),
