@@ -85,6 +85,12 @@ def test_why_it_ended(server):
     assert stopped["content"] == text[:4]
     ended = ask(server, [100, 156])
     assert (ended["stop_type"], ended["content"]) == ("eos", "")
+    for more in ({**GREEDY, "stop": [text[4:6]]}, {"prompt": [100, 156]}):
+        whole = ask(server, n_probs=1, return_tokens=True, **more)
+        parts = pieces(server, n_probs=1, **more)
+        assert whole["tokens"]
+        for name in ("tokens", "completion_probabilities"):
+            assert [each for one in parts for each in one.get(name, ())] == whole[name]
     longest = ask(server, "z" * 4090, ignore_eos=True, n_predict=-1, response_fields=["truncated"])
     assert longest == {"truncated": True}, "as many as the context takes"
     assert ask(server, n_predict=0)["tokens_predicted"] == 0

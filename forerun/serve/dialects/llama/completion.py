@@ -68,13 +68,13 @@ class CompletionsDialect(Dialect):
         return body.plain(tuple(_prompt(parts, tokenizer) for parts in body.prompt))
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
-        """Implement Dialect.events: one event per delta that has text, and one at the end of a
-        choice.
+        """Implement Dialect.events: one event per delta that has text or tokens, and one at the
+        end of a choice.
         """
         found = []
         for index, delta in news:
             self._written.setdefault(index, Completion()).add(delta)
-            if delta.text or delta.finish is None:
+            if delta.text or delta.tokens or delta.finish is None:
                 found.append(self._piece(index, delta, tally))
             if delta.finish is not None:
                 found.append(self._end(index, "", [], tally))
