@@ -72,7 +72,7 @@ def open_draft(folder: Path, target: Architecture) -> DraftFile:
     shapes = {name: file.tensors[stored].shape for name, (file, stored) in files.items()}
     try:
         head, keys = _describe(config, shapes, target)
-        doubts = _doubts(keys, head, target) + lenient_requests(config)
+        doubts = [*_doubts(keys, head, target), *_window(config, head), *lenient_requests(config)]
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
     return checked_head(folder, head, target, files, doubts)
@@ -124,6 +124,14 @@ def _describe(
     nested = config.get("transformer_layer_config")
     sizes = Keys(nested if isinstance(nested, dict) else config, "config.json: ")
     keys = Keys(config, "config.json: ")
+    if sizes.get("hidden_act") is not None:
+        sizes.require("hidden_act", "silu")
+    nvidia = config.get("eagle_config")
+    if isinstance(nvidia, dict) and nvidia.get("use_aux_hidden_state") is False:
+        raise ModelError(
+            "config.json: eagle_config.use_aux_hidden_state is false; heads of the third kind that "
+            "read the last layer alone are not read here"
+        )
     fused, query = _matrix(shapes, "fc.weight"), _matrix(shapes, "layers.0.self_attn.q_proj.weight")
     hidden = fused[0]
     first = query[1] == hidden
@@ -173,7 +181,8 @@ def _features(
     format.
 
     Nested eagle_config ids mean "output of layer i"; the top-level ids of speculators mean
-    "entering layer i"; absent means EAGLE's default.
+    "entering layer i"; absent means EAGLE's default. Speculators also name the last layer, which
+    only its trainer reads.
     """
     if first:
         return (target.layers,)
@@ -187,6 +196,8 @@ def _features(
         ids, shift = default_features(target.layers), 0
     if not isinstance(ids, list | tuple) or not all(type(i) is int for i in ids):
         raise ModelError(f"config.json: {key} must be a list of layer numbers, not {ids!r}")
+    if len(ids) == parts + 1 and ids[-1] == target.layers - 1:
+        ids = ids[:-1]
     if len(ids) != parts:
         raise ModelError(f"fc reads {parts} features, but the configuration names {list(ids)}")
     return tuple(i + shift for i in ids)
@@ -238,6 +249,24 @@ def _doubts(keys: Keys, head: DraftHead, target: Architecture) -> list[str]:
             "tokens are accepted, try false in config.json"
         )
     return doubts
+
+
+def _window(config: dict[str, Any], head: DraftHead) -> list[str]:
+    """Return a sentence about a window of the head's layer, which is not kept here; none if it has
+    none, or one as long as its context.
+    """
+    nested = config.get("transformer_layer_config")
+    sizes = Keys(nested if isinstance(nested, dict) else config, "config.json: ")
+    kinds = sizes.get("layer_types")
+    slides = "sliding_attention" in kinds if isinstance(kinds, list) else False
+    slides = slides or (kinds is None and sizes.flag("use_sliding_window", False))
+    window = sizes.integer("sliding_window", head.context) if slides else head.context
+    if window >= head.context:
+        return []
+    return [
+        f"its layer read the last {window} tokens (sliding_window) when it was trained, and reads "
+        "all of them here: fewer draft tokens may be accepted beyond"
+    ]
 
 
 def check_tensors(

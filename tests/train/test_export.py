@@ -240,6 +240,49 @@ def test_draft_for_another_target(good, changes, message):
         open_draft(good, replace(TARGET, **changes))
 
 
+def test_the_last_layer_that_only_a_trainer_reads_is_left_out(tmp_path):
+    """speculators #1065: of four layers the last is the trainer's own; vLLM cannot load it."""
+    export_like(trained(), IDS, tmp_path, "speculators")
+    named = list(trained().head.features)
+    reconfigured(tmp_path, eagle_aux_hidden_state_layer_ids=[*named, TARGET.layers - 1])
+    assert open_draft(tmp_path, TARGET).head.features == tuple(named)
+    reconfigured(tmp_path, eagle_aux_hidden_state_layer_ids=[*named, TARGET.layers - 2])
+    with pytest.raises(ModelError, match="fc reads 3 features, but the configuration names"):
+        open_draft(tmp_path, TARGET)
+
+
+def test_heads_of_other_kinds_are_named(good):
+    """NVIDIA's gpt-oss heads read the last layer alone; no head here has another activation."""
+    for changes, message in (
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state is false"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; it must be 'silu'"),
+    ):
+        whole = (good / "config.json").read_text()
+        reconfigured(good, **changes)
+        with pytest.raises(ModelError, match=message):
+            open_draft(good, TARGET)
+        (good / "config.json").write_text(whole)
+
+
+@pytest.mark.parametrize(
+    ("said", "warned"),
+    [
+        ({"layer_types": ["sliding_attention"], "sliding_window": 3}, True),
+        ({"use_sliding_window": True, "sliding_window": 3}, True),
+        ({"layer_types": ["full_attention"], "sliding_window": 3}, False),
+        ({"use_sliding_window": False, "sliding_window": 3}, False),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 64}, False),
+        ({"sliding_window": None}, False),
+    ],
+)
+def test_a_window_of_the_heads_layer_is_warned_of(tmp_path, said, warned):
+    export_like(trained(), IDS, tmp_path, "speculators")
+    config = json.loads((tmp_path / "config.json").read_text())
+    reconfigured(tmp_path, transformer_layer_config=config["transformer_layer_config"] | said)
+    warnings = open_draft(tmp_path, TARGET).warnings
+    assert any("last 3 tokens" in warning for warning in warnings) is warned
+
+
 def test_traps_are_warned_of_by_name(good):
     config = json.loads((good / "config.json").read_text())
     config |= {"max_position_embeddings": 32, "norm_output": True, "rope_theta": 10000.0}
