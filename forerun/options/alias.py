@@ -234,17 +234,19 @@ def structured_outputs(where: str, text: str) -> dict[str, Any]:
 
 
 def gpu_layers(where: str, text: str) -> dict[str, Any]:
-    """Return the device for llama.cpp's number of layers on the GPU: 0 = cpu; all, 99 and more, -1
-    or auto = our own choice, a GPU if there is one. Raises ConfigError for a part of the layers.
+    """Return the device for llama.cpp's number of layers on the GPU: 0 = cpu; all, -1, auto or any
+    other number = our own choice, a GPU if there is one; below 99, which may be a part of the
+    layers, that is logged. Raises ConfigError, naming `where`, for other text.
     """
-    if text in ("-1", "auto", "all") or (text.isdecimal() and int(text) >= 99):
-        return {}
     if text == "0":
         return {"device": "cpu"}
-    raise ConfigError(
-        f"{where} {text} cannot be honoured: a model is not split between CPU and GPU; give 0 "
-        "(--device cpu) or all (--device cuda)."
-    )
+    if text not in ("-1", "auto", "all") and not text.isdecimal():
+        raise ConfigError(f"{where} takes a whole number, auto or all, not {text!r}.")
+    if text.isdecimal() and int(text) < 99:
+        log.warning(
+            "%s %s: a model is whole on the GPU, if there is one, or on the CPU.", where, text
+        )
+    return {}
 
 
 def gpu(where: str, text: str) -> dict[str, Any]:
@@ -275,11 +277,20 @@ def default_seed(where: str, text: str) -> dict[str, Any]:
     return _override(where, {"seed": text})
 
 
+def default_length(where: str, text: str) -> dict[str, Any]:
+    """Return the fields for the longest answer of requests that have no limit; a negative number
+    sets none. Raises ConfigError, naming `where`, for anything but a whole number.
+    """
+    return {} if text in ("-1", "-2") else _override(where, {"max_tokens": text})
+
+
 def sampling_object(where: str, text: str) -> dict[str, Any]:
     """Return the fields for a JSON object of sampling parameters; null is the default. Raises
     ConfigError, naming `where`, if `text` is no object or a member is wrong.
     """
     values = _json_object(where, text)
+    if "max_new_tokens" in values:
+        values["max_tokens"] = values.pop("max_new_tokens")
     return _override(where, {name: one for name, one in values.items() if one is not None})
 
 

@@ -49,6 +49,19 @@ MAX_CHOICES = 128
 """Largest n of a request that any engine accepts; a server may allow less."""
 
 
+def _device(name: str) -> str:
+    """Return a device by llama.cpp's names, none and CUDA1, or ROCm's as torch's; of several the
+    first, with a line in the log.
+    """
+    first, *others = name.split(",")
+    if others:
+        log.warning("device %s: the first counts here; --tp-size shares a model.", name)
+    gpu = re.fullmatch(r"(?:cuda|rocm|hip)(?::?(\d+))?", first.lower())
+    if gpu is not None:
+        return f"cuda:{gpu[1]}" if gpu[1] else "cuda"
+    return "cpu" if first == "none" else first
+
+
 def _no_minus_one(text: str) -> str | None:
     """Return the text of a number, but None for -1, llama.cpp's word for its own choice."""
     return None if text == "-1" else text
@@ -112,6 +125,7 @@ class EngineConfig:
         "cpu, a torch device (cuda or cuda:N, which imply the torch executor), or tpu, which "
         "implies the jax executor; auto is tpu where there is one, cuda where torch can use a GPU "
         "and the executor leaves it open, else cpu",
+        spellings=_device,
     )
     tp_size: int = option(
         1,

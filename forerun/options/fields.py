@@ -31,8 +31,8 @@ def option(
     choices    the allowed strings; () = any
     low, high  bounds of a number; None = none
     flag       the flag's name without dashes, if it is not the field's
-    spellings  converts other spellings of a choice, of a member of a tuple, or of a whole number,
-               where None is the default
+    spellings  converts other spellings of a text, a choice or a member of a tuple; of a whole
+               number, None is the default
     """
     facts = {"help": text, "choices": choices, "low": low, "high": high, "flag": flag}
     return field(default=default, metadata=facts | {"spellings": spellings})
@@ -112,7 +112,7 @@ def parsed(item: "Field[Any]", where: str, text: str) -> Any:
     """Parse a field's value from `text`, without checking its bounds. Raises ConfigError, naming
     `where`, for text of another type.
     """
-    kind = kind_of(item)
+    kind, choices = kind_of(item), item.metadata["choices"]
     if kind is bool:
         return truth(where, text)
     if kind is int and item.metadata["spellings"](text) is None:
@@ -126,7 +126,7 @@ def parsed(item: "Field[Any]", where: str, text: str) -> Any:
     if isinstance(item.default, tuple):
         value = item.metadata["spellings"](text)
         return value if isinstance(value, tuple) else (value,)
-    return value
+    return item.metadata["spellings"](text) if value is text and not choices else value
 
 
 def parse_integer(text: str) -> int:

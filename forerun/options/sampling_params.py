@@ -41,13 +41,14 @@ RANGES: dict[str, tuple[float, float]] = {
 """The least and greatest value of each parameter in requests and options."""
 
 
-_OVERRIDES = {**RANGES, "seed": (0, 2**53)}
-_WHOLE = ("top_k", "seed")
+_OVERRIDES = {**RANGES, "seed": (0, 2**53), "max_tokens": (1, 2**31 - 1)}
+_WHOLE = ("top_k", "seed", "max_tokens")
 
 
 def parse_overrides(pairs: tuple[str, ...]) -> dict[str, float]:
-    """Return the sampling parameters, and the seed, that NAME=VALUE pairs set. Raises ConfigError
-    naming the first pair whose name is unknown or whose value is no number within its bounds.
+    """Return the sampling parameters, the seed and the longest answer that NAME=VALUE pairs set.
+    Raises ConfigError naming the first pair whose name is unknown or whose value is no number
+    within its bounds.
     """
     values: dict[str, float] = {}
     for pair in pairs:

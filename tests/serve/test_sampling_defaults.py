@@ -69,6 +69,21 @@ def test_what_an_option_overrides_holds_for_requests_that_leave_it_out(folder):
     assert (plain.seed, chat.seed) == (3407, 3407)
 
 
+def test_the_longest_answer_of_requests_without_a_limit_is_an_option(folder):
+    config = EngineConfig(
+        model=str(folder), kv_tokens=512, executor="torch", sampling_override=("max_tokens=20",)
+    )
+    with closing(load(config)) as loaded:
+        for more, most in (({}, 20), ({"max_tokens": 30}, 30)):
+            plain = read(CompletionBody, {"prompt": "the quick", **more})
+            chat = read(ChatBody, {"messages": [{"role": "user", "content": "the"}], **more})
+            for made in (
+                completion_generation(plain, loaded, ServeSettings()),
+                chat_generation(chat, loaded, ServeSettings()),
+            ):
+                assert made.requests[0].stopping.max_tokens == most
+
+
 @pytest.mark.parametrize(
     "pair", ["warm=1", "temperature", "temperature=x", "temperature=3", "top_k=1.5", "top_p=nan"]
 )

@@ -108,11 +108,13 @@ def chat_generation(body: ChatBody, loaded: Frontend, settings: ServeSettings) -
     prompt = truncated(built.prompt, body, loaded.context)
     limit = body.max_completion_tokens or body.max_tokens
     if body.max_tokens not in (None, limit):
-        message = f"max_tokens is {body.max_tokens}, but max_completion_tokens is {limit}."
-        raise RequestError(message, "max_tokens")
+        raise RequestError(
+            f"max_tokens is {body.max_tokens}, but max_completion_tokens is {limit}.", "max_tokens"
+        )
     if limit is None:
         # At least one, so that a prompt that fills the context gets the error for that.
-        limit = max(loaded.context - len(prompt), 1)
+        room = min(loaded.context - len(prompt), loaded.sampling.get("max_tokens", 2**31))
+        limit = max(int(room), 1)
     sampling = _sampling(body, loaded, logprobs, body.prompt_logprobs)
     stopping = _stopping(body, sampling, limit)
     # The first space of a grammar's text must not be lost either.
@@ -142,7 +144,11 @@ def completion_generation(
     echoed = body.logprobs if body.echo else None
     told = [top for top in (echoed, body.prompt_logprobs) if top is not None]
     sampling = _sampling(body, loaded, body.logprobs, max(told, default=None))
-    limit = USUAL_TOKENS if body.max_tokens is None else body.max_tokens
+    limit = (
+        int(loaded.sampling.get("max_tokens", USUAL_TOKENS))
+        if body.max_tokens is None
+        else body.max_tokens
+    )
     room = max(loaded.context - max(map(len, prompts)), 1)
     stopping = _stopping(body, sampling, room if limit == UNLIMITED else limit)
     made = _generation(body, loaded, prompts, stopping, sampling, settings, continues_text=True)
