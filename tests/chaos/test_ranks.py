@@ -65,12 +65,12 @@ class Phased:
         self.http = httpx.Client(
             base_url=f"http://127.0.0.1:{self.port}", timeout=PATIENCE, trust_env=False
         )
-        self.heard = [[] for _ in range(STREAMS)]
+        self.received = [[] for _ in range(STREAMS)]
         self.error_times = []
         self.threads = []
 
     def ask(self):
-        """Begin streams; each hears lines, in `heard`."""
+        """Begin streams; each receives lines, in `received`."""
         for index in range(STREAMS):
             thread = threading.Thread(target=self._stream, args=(index,), daemon=True)
             self.threads.append(thread)
@@ -79,9 +79,9 @@ class Phased:
     def _stream(self, index):
         body = {"prompt": f"a b c {index}", "max_tokens": 200, "ignore_eos": True, "stream": True}
         with self.http.stream("POST", "/v1/completions", json=body) as answer:
-            self.heard[index].append(str(answer.status_code))
+            self.received[index].append(str(answer.status_code))
             for line in filter(None, answer.iter_lines()):
-                self.heard[index].append(line)
+                self.received[index].append(line)
                 if '"error"' in line:
                     self.error_times.append(monotonic())
 
@@ -171,7 +171,7 @@ def test_a_rank_that_is_lost(started, report, phase, rank, fault):
     for thread in server.threads:
         thread.join(PATIENCE)
         assert not thread.is_alive(), "a stream waits for ever"
-    for lines in server.heard if serving else ():
+    for lines in server.received if serving else ():
         assert any('"error"' in line for line in lines), lines
         assert not any('"finish_reason":"length"' in line for line in lines)
     assert health(server) != 200

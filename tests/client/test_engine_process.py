@@ -130,10 +130,10 @@ def test_a_request_an_abort_a_grammar_and_the_end():
     async def scenario():
         engine, ready = await EngineProcess.open(command(delay=0.001))
         assert ready.name == "toy" and engine.alive and engine.fault is None
-        heard = RecordingSink()
-        engine.submit(make_request(HI, max_tokens=5), heard)
-        await heard.ended.wait()
-        assert heard.text == "djell"
+        sink = RecordingSink()
+        engine.submit(make_request(HI, max_tokens=5), sink)
+        await sink.ended.wait()
+        assert sink.text == "djell"
         gone, request = RecordingSink(), make_request(HI, max_tokens=3000)
         engine.submit(request, gone)
         engine.abort(request.id)
@@ -200,14 +200,14 @@ def test_what_cannot_be_loaded_is_the_same_error_here():
 def test_a_process_that_ends_is_an_error_of_waiting_requests():
     async def scenario():
         engine, _ = await EngineProcess.open(command(delay=0.01))
-        heard = RecordingSink()
-        engine.submit(make_request(HI, max_tokens=3000), heard)
+        sink = RecordingSink()
+        engine.submit(make_request(HI, max_tokens=3000), sink)
         engine._process.kill()
-        await heard.ended.wait()
-        assert isinstance(heard.error, EngineLostError) and engine.lost.is_set()
+        await sink.ended.wait()
+        assert isinstance(sink.error, EngineLostError) and engine.lost.is_set()
         assert not engine.alive and (await engine.stats()).load.running == 0
         with pytest.raises(EngineLostError, match="SIGKILL"):
-            engine.submit(make_request(HI, max_tokens=3), heard)
+            engine.submit(make_request(HI, max_tokens=3), sink)
         with pytest.raises(EngineLostError):
             await engine.compile(Grammar.regex("a", "regex"), "me")
         await engine.close()
@@ -227,18 +227,18 @@ def test_a_process_that_shares_its_model_may_be_stopped_for_a_moment_only(monkey
 
     async def scenario():
         engine, _ = await EngineProcess.open(command(SHARED, delay=0.01))
-        heard = RecordingSink()
-        engine.submit(make_request(HI, max_tokens=200 if goes_on else 3000), heard)
+        sink = RecordingSink()
+        engine.submit(make_request(HI, max_tokens=200 if goes_on else 3000), sink)
         os.kill(engine.pid, signal.SIGSTOP)
         if goes_on:
             assert await asyncio.to_thread(wait_for, lambda: status(engine.pid)[0] == "T")
             os.kill(engine.pid, signal.SIGCONT)
-        await heard.ended.wait()
+        await sink.ended.wait()
         if goes_on:
-            assert heard.error is None and engine.loss is None and heard.text
+            assert sink.error is None and engine.loss is None and sink.text
         else:
-            assert isinstance(heard.error, EngineLostError) and engine.lost.is_set()
-            assert "was stopped by SIGSTOP, while others share its model" in str(heard.error)
+            assert isinstance(sink.error, EngineLostError) and engine.lost.is_set()
+            assert "was stopped by SIGSTOP, while others share its model" in str(sink.error)
         await engine.close()
         assert not alive(engine.pid)
 
@@ -327,13 +327,13 @@ def test_what_was_not_foreseen_is_an_answer_and_ends_nothing(monkeypatch):
 
 def test_a_discarded_engine_start_ends_in_silence(tmp_path):
     """Else it warns of a server that has ended, beside the server's own reason."""
-    heard = tmp_path / "heard"
+    connected = tmp_path / "connected"
     program = (
         "import socket, sys; end = socket.socket(fileno=int(sys.argv[1])); end.send(b'x'); "
-        f"end.recv(1); open({str(heard)!r}, 'w').close()"
+        f"end.recv(1); open({str(connected)!r}, 'w').close()"
     )
     for _ in range(5):
         begun = EngineStart((sys.executable, "-c", program))
         assert begun.connection.recv(1) == b"x"
         begun.discard()
-        assert begun.process.returncode == -signal.SIGKILL and not heard.exists()
+        assert begun.process.returncode == -signal.SIGKILL and not connected.exists()

@@ -13,7 +13,7 @@ from forerun.executors.toy import ToyExecutor
 from forerun.interface.draft_model import Candidates, DraftExtension, DraftLevel, DraftModelTraits
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.grammars import allowed
-from tests.constrain.test_lossless import CASES, SAMPLINGS, constrained, heard, plain
+from tests.constrain.test_lossless import CASES, SAMPLINGS, completion_of, constrained, plain
 from tests.constrain.tools import BYTES
 from tests.engine.toys import run
 
@@ -61,7 +61,7 @@ def test_a_reduced_draft_vocabulary_changes_no_token(ids, case, sampling):
     policy = FixedPolicy(6, 3, grammars)
     made = Engine(ToyExecutor(limits), drafter, policy, BYTES, grammars, EngineOptions())
     sink = run(made, constrained(case, "bytes", **SAMPLINGS[sampling]))
-    assert heard(sink) == plain(case, "bytes", sampling)
+    assert completion_of(sink) == plain(case, "bytes", sampling)
     if sink.last().finish == Finish.STOP:
         assert CASES[case][1](sink.text())
     assert device.passes > 1, "the head ran"
@@ -86,7 +86,7 @@ def test_what_the_grammar_forbids_takes_no_place_among_the_guesses(sampling):
         )
         sink = run(made, constrained("letters", "bytes", **SAMPLINGS[sampling], n=8))
         draft_tokens.append(sum(sink.last(index=index).stats.draft_tokens for index in range(8)))
-        assert heard(sink) == plain("letters", "bytes", sampling)
+        assert completion_of(sink) == plain("letters", "bytes", sampling)
     assert draft_tokens[1] > draft_tokens[0]
 
 

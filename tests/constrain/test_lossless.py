@@ -65,13 +65,13 @@ def constrained(case: str, kind: str, id="r", **options) -> Request:
     return ask(id, prompt, 250, stop_tokens=ends, grammar=grammar, **options)
 
 
-def heard(sink, id="r", index=0):
+def completion_of(sink, id="r", index=0):
     return sink.tokens(id, index), sink.text(id, index), sink.last(id, index).finish
 
 
 @cache
 def plain(case: str, kind: str, sampling: str):
-    return heard(run(engine("none", kind), constrained(case, kind, **SAMPLINGS[sampling])))
+    return completion_of(run(engine("none", kind), constrained(case, kind, **SAMPLINGS[sampling])))
 
 
 DRAFTERS = "ngram", "erratic", "random", "illegal", "grammar"
@@ -85,7 +85,7 @@ def test_speculation_changes_no_token(name, text, sampling):
     if finish == Finish.STOP:
         assert CASES[case][1](text), text
     sink = run(engine(name, kind), constrained(case, kind, **SAMPLINGS[sampling]))
-    assert heard(sink) == (tokens, text, finish)
+    assert completion_of(sink) == (tokens, text, finish)
     stats = sink.last().stats
     assert stats is None or stats.steps <= len(tokens), "a step without progress"
 
@@ -119,7 +119,7 @@ def test_together_with_other_parameters(name):
     wanted = run(engine("none", "bytes"), constrained("json", "bytes", **options))
     actual = run(engine(name, "bytes"), constrained("json", "bytes", **options))
     for index in (0, 1):
-        assert heard(actual, index=index) == heard(wanted, index=index)
+        assert completion_of(actual, index=index) == completion_of(wanted, index=index)
         assert wanted.text(index=index).startswith("{") and '"kind"' not in wanted.text(index=index)
         mine, theirs = (
             [r for d in sink.of(index=index) for r in d.logprobs] for sink in (actual, wanted)
@@ -134,7 +134,7 @@ def test_mixed_and_preempted_batches_change_nothing(name):
         constrained(kinds[i % 5], "bytes", str(i), temperature=0.8, seed=i) for i in range(8)
     ]
     free = [ask(f"free {i}", f"free {i}", 20) for i in range(4)]
-    alone = [heard(run(engine("none", "bytes"), r), r.id) for r in requests]
+    alone = [completion_of(run(engine("none", "bytes"), r), r.id) for r in requests]
     made = engine(name, "bytes", pages=40, slots=6, max_nodes=40, context=160)
     requests = [replace(r, stopping=replace(r.stopping, max_tokens=120)) for r in requests]
     mixed = [r for two in zip(requests, free + free, strict=True) for r in two]
@@ -142,7 +142,7 @@ def test_mixed_and_preempted_batches_change_nothing(name):
     sink = run(made, *mixed)
     assert made.stats().preemptions > 0, "the pool was meant to be too small"
     for request, wanted in zip(requests, alone, strict=True):
-        assert heard(sink, request.id)[1] == wanted[1][:120]
+        assert completion_of(sink, request.id)[1] == wanted[1][:120]
     sink.expect(*free)
 
 
@@ -163,7 +163,7 @@ def test_a_pattern_that_nothing_follows_ends_at_once():
 def test_min_tokens_beyond_the_end_does_not_break_a_complete_text():
     for name in ("none", "random"):
         sink = run(engine(name, "bytes"), constrained("city", "bytes", min_tokens=50))
-        assert heard(sink)[1:] == (heard(sink)[1], Finish.STOP)
+        assert completion_of(sink)[1:] == (completion_of(sink)[1], Finish.STOP)
         assert sink.text() in ("Paris", "Amsterdam")
 
 
@@ -227,7 +227,7 @@ def test_forced_tokens_need_no_budget(nodes):
     made = Engine(executor, RandomDrafter([0]), policy, BYTES, grammars, EngineOptions())
     request = constrained("city", "bytes")
     sink = run(made, request)
-    assert heard(sink) == plain("city", "bytes", "greedy")
+    assert completion_of(sink) == plain("city", "bytes", "greedy")
     assert sink.text() == "Amsterdam"
     assert sink.last().stats.steps == 2, "one token chosen, the others forced in one step"
     assert seen[-1] == ([8], 8), "nothing was accepted that was not drafted"

@@ -22,7 +22,7 @@ from forerun.constrain.matcher.limits import SLOW_STEPS
 from forerun.constrain.matcher.matcher import Translated
 from forerun.constrain.matcher.tree_mask import TreeGrammars
 from forerun.engine.request import GRAMMAR_LIMIT, Finish
-from tests.constrain.test_lossless import CASES, engine, heard
+from tests.constrain.test_lossless import CASES, completion_of, engine
 from tests.constrain.tools import TOKENIZERS, Tokenizer, compiled
 from tests.covering import every, thinned, values
 from tests.engine.toys import ask, run
@@ -65,7 +65,7 @@ def test_the_text_is_the_same_wherever_it_is_followed(name, case):
     made = engine(name, "bytes")
     free = ask("free", "somebody else", 40)
     sink = run(made, request(case, fresh(grammar, expensive=True), **options), free)
-    assert heard(sink) == heard(plain)
+    assert completion_of(sink) == completion_of(plain)
     sink.expect(free)
 
 
@@ -81,8 +81,8 @@ def test_preempted_sequences_are_followed_again_from_their_beginning():
     assert texts[0] == texts[1]
 
 
-def said(deltas):
-    """The tokens of what was heard."""
+def tokens_of(deltas):
+    """All tokens of these deltas."""
     return [token for delta in deltas for token in delta.tokens]
 
 
@@ -117,19 +117,19 @@ def test_no_request_waits_for_a_matcher_that_does_not_answer():
     made = engine("grammar", "bytes")
     prompt = TOKENIZERS["bytes"].encode("the same long beginning of many prompts")
     slow, others = ask("slow", prompt, 20, grammar=stuck), [ask(str(i), prompt, 30) for i in "ab"]
-    heard = {}
+    deltas = {}
     for one in (slow, *others):
-        made.submit(one, lambda delta, id=one.id: heard.setdefault(id, []).append(delta))
-    while not all(heard.get(one.id, [None])[-1] for one in others) or any(
-        heard[one.id][-1].finish is None for one in others
+        made.submit(one, lambda delta, id=one.id: deltas.setdefault(id, []).append(delta))
+    while not all(deltas.get(one.id, [None])[-1] for one in others) or any(
+        deltas[one.id][-1].finish is None for one in others
     ):
         assert made.step_once()
-    assert slow.id not in heard, "it has no mask, so it has said nothing"
+    assert slow.id not in deltas, "it has no mask, so it has said nothing"
     made.check()
     released.set()
-    while slow.id not in heard:
+    while slow.id not in deltas:
         assert made.step_once()
-    (last,) = heard[slow.id]
+    (last,) = deltas[slow.id]
     assert last.finish == Finish.ERROR and last.code == GRAMMAR_LIMIT
     assert "after 0 tokens" in last.error and "it was stuck" in last.error
     while made.step_once():
@@ -175,7 +175,7 @@ def test_a_limit_on_the_engines_thread_changes_no_token(name, after):
     limited = replace(limited, prototype=Limited(limited.prototype, after))
     made = engine(name, "bytes")
     sink = run(made, request("json", limited, **options))
-    assert heard(sink) == heard(plain)
+    assert completion_of(sink) == completion_of(plain)
     assert len(sink.tokens()) > 13
     reports = [[entry for d in one.of() for entry in d.logprobs] for one in (sink, plain)]
     assert reports[0] == reports[1]
@@ -222,7 +222,7 @@ def test_a_matcher_that_raises_changes_no_token_and_ends_no_other(fault, name):
     made = engine(name, "bytes")
     sink = run(made, request("json", raising, **options), free)
     sink.expect(free)
-    assert heard(sink) == heard(plain)
+    assert completion_of(sink) == completion_of(plain)
     assert made.alive and raising.expensive and not made.stats().failed_steps
 
 
@@ -248,7 +248,7 @@ def test_a_slow_matcher_leaves_the_engines_thread(monkeypatch):
     monkeypatch.setattr("forerun.constrain.matcher.tree_mask.SLOW", -1.0)
     for count in (1, 2):
         sink = run(engine("random", "bytes"), request("json", grammar, **options))
-        assert heard(sink) == heard(plain)
+        assert completion_of(sink) == completion_of(plain)
         assert grammar.translated.slow == count and grammar.expensive == (count == 2)
 
 
@@ -347,19 +347,19 @@ def test_a_grammar_of_185_bytes_takes_no_step_from_others(monkeypatch, seen):
     hostile = ask("hostile", "x", 200, grammar=grammar, **options)
     free = ask("free", "somebody else", 60)
     alone = run(engine("none", "bytes", tokenizer=tokenizer), free).tokens("free")
-    heard = {"hostile": [], "free": []}
+    deltas = {"hostile": [], "free": []}
     for one in (free, hostile):
-        made.submit(one, lambda delta, id=one.id: heard[id].append(delta))
+        made.submit(one, lambda delta, id=one.id: deltas[id].append(delta))
     steps = 0
-    while not heard["free"] or heard["free"][-1].finish is None:
-        emitted = sum(len(delta.tokens) for delta in heard["free"])
+    while not deltas["free"] or deltas["free"][-1].finish is None:
+        emitted = sum(len(delta.tokens) for delta in deltas["free"])
         assert made.step_once()
-        steps += sum(len(delta.tokens) for delta in heard["free"]) == emitted
-    assert [token for delta in heard["free"] for token in delta.tokens] == alone
+        steps += sum(len(delta.tokens) for delta in deltas["free"]) == emitted
+    assert [token for delta in deltas["free"] for token in delta.tokens] == alone
     assert steps <= 2, "steps in which the other client got nothing: its prompt's"
-    while not heard["hostile"] or heard["hostile"][-1].finish is None:
+    while not deltas["hostile"] or deltas["hostile"][-1].finish is None:
         made.step_once()
-    last = heard["hostile"][-1]
+    last = deltas["hostile"][-1]
     assert last.finish == Finish.ERROR and last.code == GRAMMAR_LIMIT, last
     assert "more than 0.1 seconds of processor time" in last.error
     assert seen or grammar.expensive
@@ -414,12 +414,12 @@ def test_a_process_ended_from_outside_is_no_fault_of_the_grammars(when, monkeypa
 
     made = engine("none", "bytes")
     grammar = replace(compiled_city, remote=remote)
-    heard = []
-    made.submit(request("city", grammar), heard.append)
+    deltas = []
+    made.submit(request("city", grammar), deltas.append)
     free = ask("free", "somebody else", 40)
     others = []
     made.submit(free, others.append)
-    while not (first.exists() and first.read_text() if early else said(heard)):
+    while not (first.exists() and first.read_text() if early else tokens_of(deltas)):
         made.step_once()
     process = matchers[0]._process._process
     assert not early or process.pid == int(first.read_text())
@@ -428,12 +428,12 @@ def test_a_process_ended_from_outside_is_no_fault_of_the_grammars(when, monkeypa
     os.kill(process.pid, signal.SIGSTOP)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    while not heard or heard[-1].finish is None:
+    while not deltas or deltas[-1].finish is None:
         made.step_once()
-    last = heard[-1]
+    last = deltas[-1]
     if early:
         alone = run(engine("none", "bytes"), request("city", fresh(city)))
-        assert said(heard) == alone.tokens() and last.finish == alone.last().finish
+        assert tokens_of(deltas) == alone.tokens() and last.finish == alone.last().finish
     else:
         assert last.finish == Finish.ERROR and last.code is None, last
         assert "Ask again" in last.error
@@ -441,7 +441,7 @@ def test_a_process_ended_from_outside_is_no_fault_of_the_grammars(when, monkeypa
         pass
     made.check()
     plain = run(engine("none", "bytes"), free)
-    assert said(others) == plain.tokens("free")
+    assert tokens_of(others) == plain.tokens("free")
 
 
 def test_few_processes_run_at_one_time(monkeypatch):
@@ -481,12 +481,12 @@ def test_answers_of_seconds_block_others_for_one_at_most(monkeypatch):
         close = kill
 
     monkeypatch.setattr(matchers, "process", Process)
-    remotes, heard = [], threading.Semaphore(0)
+    remotes, answers = [], threading.Semaphore(0)
     for number, worked in enumerate((7.0, 6.0, 5.0, 0.0)):
 
         def answered(number=number):
             order.append(number)
-            heard.release()
+            answers.release()
 
         remotes.append(RemoteMatcher(matchers, grammar.translated.text, answered))
         remotes[-1]._worked = worked
@@ -497,7 +497,7 @@ def test_answers_of_seconds_block_others_for_one_at_most(monkeypatch):
             threading.Event().wait(0.001)
     entered.set()
     for _ in remotes:
-        assert heard.acquire(timeout=60)
+        assert answers.acquire(timeout=60)
     assert order == [0, 3, 2, 1]
     for remote in remotes:
         remote.close()

@@ -20,7 +20,7 @@ from forerun.speculative.tree import Draft
 from forerun.text.pieces import Pieces
 from forerun.text.reasoning import Marks, ReasoningReader, Stage
 from forerun.text.tokenizer import AddedToken, TextEnds, Tokenizer
-from tests.constrain.test_lossless import engine, heard
+from tests.constrain.test_lossless import completion_of, engine
 from tests.constrain.tools import members
 from tests.engine.toys import ask, run
 
@@ -148,7 +148,7 @@ def test_reader_and_constraint_agree_with_any_drafter_wherever_it_is_followed(gr
 
     def answers(name, seeds, **options):
         sink = run(engine(name, "", tokenizer=SPANS), *(request(s, **options) for s in seeds))
-        return [heard(sink, str(seed)) for seed in seeds]
+        return [completion_of(sink, str(seed)) for seed in seeds]
 
     seeds = range(16)
     plain = answers("none", seeds)

@@ -8,7 +8,7 @@ from forerun.constrain.grammar import Grammar, Start, ThinkingBudget
 from forerun.constrain.isolation.compile import Compiler
 from forerun.constrain.matcher.matcher import Matcher
 from forerun.engine.request import Finish
-from tests.constrain.test_lossless import CITY, SAMPLINGS, engine, heard
+from tests.constrain.test_lossless import CITY, SAMPLINGS, completion_of, engine
 from tests.constrain.tools import BYTES
 from tests.covering import every, some_of, values
 from tests.engine.toys import ask, run
@@ -31,12 +31,12 @@ def options(sampling):
 @cache
 def answer(name, sampling, tokens, behind=None, **shape):
     request = ask("r", PROMPT, 60, grammar=grammar(tokens, behind=behind), **options(sampling))
-    return heard(run(engine(name, "bytes", **shape), request))
+    return completion_of(run(engine(name, "bytes", **shape), request))
 
 
 @cache
 def free(sampling):
-    return heard(run(engine("none", "bytes"), ask("r", PROMPT, 60, **options(sampling))))
+    return completion_of(run(engine("none", "bytes"), ask("r", PROMPT, 60, **options(sampling))))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -82,7 +82,7 @@ def test_small_pages_and_company_change_no_token():
     sink = run(one, *(request_of(str(tokens), tokens) for tokens in (0, 5, 17)))
     assert one.stats().preemptions > 0
     for tokens in (0, 5, 17):
-        assert heard(sink, str(tokens)) == answer("none", "sampled", tokens)
+        assert completion_of(sink, str(tokens)) == answer("none", "sampled", tokens)
 
 
 @pytest.mark.parametrize("name", ["oracle", "erratic"])
@@ -95,7 +95,7 @@ def test_steps_that_begin_early_stop_at_the_budget(name):
     ]
     sink = run(one, *requests, ask("free", PROMPT, 200, **options("sampled")))
     for tokens in (0, 5, 17):
-        assert heard(sink, str(tokens)) == answer("none", "sampled", tokens)
+        assert completion_of(sink, str(tokens)) == answer("none", "sampled", tokens)
     assert one.stats().carried > 5
 
 
@@ -104,7 +104,9 @@ def test_a_slow_machine_moves_no_budget_to_another_process(monkeypatch):
     monkeypatch.setattr("forerun.constrain.matcher.tree_mask.SLOW", 0.0)
     request = ask("r", PROMPT, 60, grammar=grammar(17), **options("sampled"))
     for _ in range(3):
-        assert heard(run(engine("random", "bytes"), request)) == answer("none", "sampled", 17)
+        assert completion_of(run(engine("random", "bytes"), request)) == answer(
+            "none", "sampled", 17
+        )
 
 
 @pytest.mark.parametrize("used", [0, 2, 5, 9])

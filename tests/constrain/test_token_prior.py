@@ -11,7 +11,7 @@ from forerun.control.policy import FIXED_MIN_PROB
 from forerun.engine.request import Finish, Speculation
 from forerun.interface.grammars import legal
 from forerun.speculative.tree import Draft, batch
-from tests.constrain.test_lossless import BYTES, engine, heard
+from tests.constrain.test_lossless import BYTES, completion_of, engine
 from tests.constrain.test_tree_mask import VOCAB, chain, guide, ids
 from tests.constrain.tools import PERSON, compiled
 from tests.engine.toys import ask, run
@@ -174,7 +174,7 @@ def test_habits_change_no_token():
                 stop_tokens=BYTES.eos_ids,
             )
             wanted, actual = run(known, request), run(taught, request)
-            assert heard(actual, request.id) == heard(wanted, request.id)
+            assert completion_of(actual, request.id) == completion_of(wanted, request.id)
             assert wanted.last(request.id).finish in (Finish.STOP, Finish.LENGTH)
             steps.append(actual.last(request.id).stats.steps)
     assert sum(steps[-3:]) < sum(steps[:3])

@@ -147,10 +147,10 @@ def test_a_page_that_a_running_round_reads_may_be_written_behind_it(name, page_s
 
 def test_siblings_end_together_where_their_sink_fails():
     engine, _ = overlapped(slots=6)
-    stays, heard = hot("b", "other", 25), []
+    stays, deltas = hot("b", "other", 25), []
 
     def deaf(delta):
-        heard.append(delta)
+        deltas.append(delta)
         raise RuntimeError("no listener")
 
     sink = RecordingSink()
@@ -158,7 +158,7 @@ def test_siblings_end_together_where_their_sink_fails():
     engine.submit(hot("a", n=3), deaf)
     finish(engine)
     sink.expect(stays)
-    assert len(heard) == 1
+    assert len(deltas) == 1
 
 
 @pytest.mark.parametrize("what", ["do", "look"])

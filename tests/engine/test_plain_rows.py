@@ -21,7 +21,7 @@ VARIANTS = [
 ]
 
 
-def heard(name, overlap):
+def deltas_of(name, overlap):
     executor = (CarryingToy if overlap else ToyExecutor)(limits(pages=256, slots=6, max_nodes=64))
     engine, sink = make(name, executor=executor, overlap=overlap), RecordingSink()
     for number, changes in enumerate(VARIANTS):
@@ -35,14 +35,14 @@ def heard(name, overlap):
 @pytest.mark.parametrize("name", ["none", "oracle", "erratic"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_both_ways_tell_the_same(monkeypatch, name, overlap):
-    quick, sizes = heard(name, overlap), []
+    quick, sizes = deltas_of(name, overlap), []
 
     def none_taken(bulk, sequence, tokens):
         sizes.append(1)
         return False
 
     monkeypatch.setattr("forerun.engine.output.FastDetokenize.takes", none_taken)
-    slow = heard(name, overlap)
+    slow = deltas_of(name, overlap)
     assert sum(sizes) > 40
     key = lambda delta: (delta.request, delta.index)  # noqa: E731
     assert sorted(quick, key=key) == sorted(slow, key=key)

@@ -139,15 +139,15 @@ def test_an_id_is_free_as_soon_as_its_last_delta_comes(started):
 
 
 def test_all_is_reported_when_nothing_is_left_to_drain(started):
-    engine, heard = started(), []
+    engine, deltas = started(), []
 
     def slow(delta):
         if delta.finish is not None:
             time.sleep(0.05)
-        heard.append(delta)
+        deltas.append(delta)
 
     engine.submit(ask(max_tokens=3), slow)
-    assert engine.drain(30) and heard[-1].finish is not None
+    assert engine.drain(30) and deltas[-1].finish is not None
 
 
 def test_a_sink_that_fails_at_its_end_frees_no_other_request(started):

@@ -32,10 +32,10 @@ def deltas(loaded, trace, n=1, **options):
     """All news of a request, by choice."""
     request = make_request(loaded.tokenizer.encode("abcabcabc"), n=n, **options)
     request = replace(request, speculation=Speculation(trace=trace))
-    heard, result = Queue(), [[] for _ in range(n)]
-    loaded.engine.submit(request, heard.put)
+    queue, result = Queue(), [[] for _ in range(n)]
+    loaded.engine.submit(request, queue.put)
     while not all(news and news[-1].finish is not None for news in result):
-        delta = heard.get(timeout=60)
+        delta = queue.get(timeout=60)
         result[delta.index].append(delta)
     return result
 

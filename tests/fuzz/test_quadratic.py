@@ -256,11 +256,11 @@ def test_marks_in_any_order_are_read_to_their_end(name):
     for _ in range(300):
         text = "".join(random.choices(MARKS, k=random.randrange(1, 12)))
         with bounded(5):
-            reader, heard = ToolReader(FORMATS[name], []), list[str]()
+            reader, contents = ToolReader(FORMATS[name], []), list[str]()
             for piece in random.choice([[text], text]):
-                heard.append(reader.push(piece).content)
-            heard.append(reader.finish().content)
-        assert sum(map(len, heard)) <= len(text)
+                contents.append(reader.push(piece).content)
+            contents.append(reader.finish().content)
+        assert sum(map(len, contents)) <= len(text)
 
 
 TEXTS = {

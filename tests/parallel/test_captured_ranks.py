@@ -120,8 +120,8 @@ def texts(target, settings, samplings, predictions=()):
     for place, prediction in enumerate(predictions):
         tokens_ahead = np.array(prediction, np.int32)
         requests[place] = replace(requests[place], prediction=tokens_ahead)
-    heard, stats = answered(target, requests, **settings)
-    emitted = tokens(heard)
+    deltas, stats = answered(target, requests, **settings)
+    emitted = tokens(deltas)
     assert all(len(mine) == 20 for mine in emitted), emitted
     return emitted, stats
 

@@ -38,8 +38,8 @@ def stream(server, begun, events):
 )
 def test_a_rank_that_is_gone_ends_the_server(server, sent):
     pid = server.http.get("/server_info").json()["executor"]["ranks"][0]["pid"]
-    heard = [[], [], []]
-    streams = [(threading.Event(), events) for events in heard]
+    received = [[], [], []]
+    streams = [(threading.Event(), events) for events in received]
     threads = [threading.Thread(target=stream, args=(server, *each)) for each in streams]
     for thread in threads:
         thread.start()
@@ -47,9 +47,9 @@ def test_a_rank_that_is_gone_ends_the_server(server, sent):
     os.kill(pid, sent)
     for thread in threads:
         thread.join(PATIENCE)
-    failed = [e for e in heard if any("rank 1 of the tensor-parallel group was" in x for x in e)]
-    ended = [e for e in heard if e not in failed and any('"length"' in x for x in e)]
-    assert failed and len(failed) + len(ended) == len(heard)
+    failed = [e for e in received if any("rank 1 of the tensor-parallel group was" in x for x in e)]
+    ended = [e for e in received if e not in failed and any('"length"' in x for x in e)]
+    assert failed and len(failed) + len(ended) == len(received)
     assert server.ends() == 6
     assert over(pid)
     last = server.logged().strip().splitlines()[-1]

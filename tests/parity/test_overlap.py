@@ -167,8 +167,8 @@ def test_texts_and_trees_are_those_without_overlap(
         # A row that has ended runs once more at most.
         assert ran[: len(before[slot])] == before[slot]
         assert len(ran) - len(before[slot]) in (0, 1)
-    accepted = [heard[-1].stats.accepted for heard in texts]
-    assert accepted == [heard[-1].stats.accepted for heard in expected]
+    accepted = [deltas[-1].stats.accepted for deltas in texts]
+    assert accepted == [deltas[-1].stats.accepted for deltas in expected]
     assert not any(accepted) if shape is OFF else sum(accepted) > 10
 
 
@@ -213,8 +213,8 @@ def test_requests_that_come_and_go(devices, learned, device, shape, pause):
     texts, stats = answered(target, requests, pause, overlap=True, **shape)
     assert tokens(texts) == tokens(expected)
     logprobs = [
-        [(entry.token, [token for token, _ in entry.top]) for entry in reports(heard)[2]]
-        for heard in (texts, expected)
+        [(entry.token, [token for token, _ in entry.top]) for entry in reports(deltas)[2]]
+        for deltas in (texts, expected)
     ]
     assert logprobs[0] == logprobs[1] and [token for token, _ in logprobs[0]] == tokens(texts)[2]
     assert stats.carried > 0.15 * stats.steps
@@ -263,7 +263,7 @@ def test_what_is_looked_at_first_says_the_same(slow, eager, learned, shape):
     # From the grammar's end on; no step that has draft tokens from the text.
     assert (stats.carried > 5) == (shape is not NGRAM)
     if shape is CHAIN:
-        assert sum(heard[-1].stats.accepted for heard in texts) > 0
+        assert sum(deltas[-1].stats.accepted for deltas in texts) > 0
 
 
 @SLOW
@@ -424,7 +424,7 @@ def test_stop_tokens_end_where_they_should(slow, eager, learned):
     expected, _ = answered(eager, requests, overlap=False, **CHAIN)
     texts, stats = answered(slow[0], requests, overlap=True, **CHAIN)
     assert tokens(texts) == tokens(expected)
-    assert [heard[-1].finish for heard in texts] == [Finish.STOP] * 3
+    assert [deltas[-1].finish for deltas in texts] == [Finish.STOP] * 3
     assert stats.carried > 2
 
 

@@ -203,12 +203,12 @@ def test_a_round_that_cannot_begin_leaves_nothing_behind(device, monkeypatch):
 
     monkeypatch.setattr(CudaGraphRunner, "launch", failing)
     engine = make_engine(target, replace(target.config, speculative_algorithm="OFF"))
-    heard = [[], []]
-    for mine, length in zip(heard, (8, 11), strict=True):
+    deltas = [[], []]
+    for mine, length in zip(deltas, (8, 11), strict=True):
         request = make_request(np.array(texts[0][:length], np.int32), max_tokens=12)
         engine.submit(request, mine.append)
         while engine.step_once():
             pass
     engine.shutdown()
-    assert "nothing begins today" in heard[0][-1].error
-    assert heard[1][-1].error is None and len(answers.tokens(heard)[1]) > 0
+    assert "nothing begins today" in deltas[0][-1].error
+    assert deltas[1][-1].error is None and len(answers.tokens(deltas)[1]) > 0

@@ -135,15 +135,15 @@ def noted(monkeypatch):
     return RecordedDrafts(monkeypatch)
 
 
-def priced(monkeypatch, heard=lambda what: None):
+def priced(monkeypatch, observe=lambda what: None):
     """Trees that a round grows are priced by what was counted before it: the counts stay, and what
-    would be counted is heard.
+    would be counted is observed.
     """
     known, random = Confidence(), np.random.default_rng(2)
     for tenth in random.random(400):
         known.learn(bool(tenth * 100 % 2 < 1), int(tenth * 1000 % 3), tenth, tenth * 1e4 % 3 < 1)
     monkeypatch.setattr(Confidence, "__init__", lambda self: vars(self).update(vars(known)))
-    monkeypatch.setattr(Confidence, "learn", lambda self, *what: heard(what))
+    monkeypatch.setattr(Confidence, "learn", lambda self, *what: observe(what))
 
 
 @pytest.mark.parametrize(
@@ -323,12 +323,12 @@ def test_accept_thresholds_are_decided_on_the_host(targets, learned):
     lossy = {"accept_threshold_acc": 0.0}
     kinds = {"lossy": lossy, "exact": {}, "penalised": lossy | {"presence_penalty": 0.1}}
     requests = of_every_kind(learned[1], 1.0, kinds, 24)
-    heard, expected = (answered(each, requests, **NAIVE)[0] for each in (rounds, eager))
-    assert tokens(heard) == tokens(expected) and counts(heard) == counts(expected)
-    for drafted, accepted in (counts(heard)[0], counts(heard)[2]):
+    deltas, expected = (answered(each, requests, **NAIVE)[0] for each in (rounds, eager))
+    assert tokens(deltas) == tokens(expected) and counts(deltas) == counts(expected)
+    for drafted, accepted in (counts(deltas)[0], counts(deltas)[2]):
         assert drafted - 1 <= accepted and accepted >= 10
     without = plain(eager, requests)
-    assert tokens(heard)[1] == without[1] and tokens(heard)[0] != without[0]
+    assert tokens(deltas)[1] == without[1] and tokens(deltas)[0] != without[0]
 
 
 def test_a_slot_forgets_the_biases_of_the_sequence_before(targets, learned):

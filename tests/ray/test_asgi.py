@@ -46,14 +46,14 @@ def test_an_answer_is_a_head_and_a_body():
 def test_a_stream_comes_piece_by_piece_and_stops_without_a_client():
     ended = []
 
-    heard = asyncio.Event()
+    received = asyncio.Event()
 
     async def pieces():
         try:
             for index in range(1000):
                 yield f"{index}\n"
-                await heard.wait()
-                heard.clear()
+                await received.wait()
+                received.clear()
             raise AssertionError("it was not stopped")
         finally:
             ended.append(True)
@@ -66,7 +66,7 @@ def test_a_stream_comes_piece_by_piece_and_stops_without_a_client():
         pieces = []
         for _ in range(3):
             pieces.append(await anext(parts))
-            heard.set()
+            received.set()
         await parts.aclose()
         return pieces
 

@@ -77,7 +77,7 @@ def taken(compiler, made, text):
     return mask is not None and allowed(mask, IDS[RETURN])
 
 
-def heard(made, text, finish=Finish.STOP):
+def parsed(made, text, finish=Finish.STOP):
     parser, reasoning, content, calls = made.parser(), "", "", []
     for at, letter in enumerate(text):
         news = parser.push(letter, at == len(text) - 1, finish == Finish.LENGTH)
@@ -92,11 +92,11 @@ def heard(made, text, finish=Finish.STOP):
 def test_channels_are_reasoning_and_content():
     made = generation()
     assert made.rules is None and made.control
-    assert heard(made, f"{ANALYSIS}We need 4.{NEXT}{FINAL}four") == ("We need 4.", "four", [], "")
-    assert heard(made, f"{ANALYSIS}We ne", Finish.LENGTH) == ("We ne", "", [], "")
+    assert parsed(made, f"{ANALYSIS}We need 4.{NEXT}{FINAL}four") == ("We need 4.", "four", [], "")
+    assert parsed(made, f"{ANALYSIS}We ne", Finish.LENGTH) == ("We ne", "", [], "")
     off = ServeSettings(reasoning_end="off")
     for apart in (generation(separate_reasoning=False), generation(off)):
-        assert heard(apart, f"{ANALYSIS}Hm{NEXT}{FINAL}four") == ("", "Hm\nfour", [], "")
+        assert parsed(apart, f"{ANALYSIS}Hm{NEXT}{FINAL}four") == ("", "Hm\nfour", [], "")
 
 
 def test_free_text_beside_tools_has_the_formats_own_marks(compiler):
@@ -107,8 +107,8 @@ def test_free_text_beside_tools_has_the_formats_own_marks(compiler):
     for text in (ONE.replace("1}", '"a"}'), ONE.replace("look_up", "look_down"), ONE[:-1],
                  f"{FINAL}four<|channel|>", "plain"):  # fmt: skip
         assert not taken(compiler, made, text), text
-    assert heard(made, f"{ANALYSIS}Hm.{NEXT}{ONE}") == ("Hm.", "", ["look_up"], '{"x":1}')
-    assert heard(made, TWO) == ("", "", ["look_up"], '{"x": 2}')
+    assert parsed(made, f"{ANALYSIS}Hm.{NEXT}{ONE}") == ("Hm.", "", ["look_up"], '{"x":1}')
+    assert parsed(made, TWO) == ("", "", ["look_up"], '{"x": 2}')
 
 
 def test_a_required_call_comes_after_thoughts_only(compiler):
@@ -122,7 +122,7 @@ def test_a_schema_holds_in_the_final_channel(compiler):
     made = generation(response_format=SCHEMA)
     assert taken(compiler, made, f"{ANALYSIS}Hm, x.{NEXT}{FINAL}12")
     assert not taken(compiler, made, f"{ANALYSIS}Hm, x.{NEXT}{FINAL}a")
-    assert heard(made, f"{ANALYSIS}Hm.{NEXT}{FINAL}12") == ("Hm.", "12", [], "")
+    assert parsed(made, f"{ANALYSIS}Hm.{NEXT}{FINAL}12") == ("Hm.", "12", [], "")
     both = generation(response_format=SCHEMA, tools=[TOOL])
     assert taken(compiler, both, f"{ANALYSIS}Hm.{NEXT}{FINAL}12")
     assert taken(compiler, both, f"{ANALYSIS}Hm.{NEXT}{ONE}")
@@ -154,15 +154,15 @@ def test_an_answer_and_a_thought_go_on(compiler):
     on = {"continue_final_message": True}
     answer = {"messages": [USER, {"role": "assistant", "content": "Two and"}], **on}
     assert prompt(**answer).endswith(f"<|start|>assistant{FINAL}Two and")
-    assert heard(generation(**answer), " two") == ("", " two", [], "")
+    assert parsed(generation(**answer), " two") == ("", " two", [], "")
     long = {"messages": [USER, {"role": "assistant", "content": "Two and" * 30}], **on}
-    assert heard(generation(**long), " two") == ("", " two", [], "")
+    assert parsed(generation(**long), " two") == ("", " two", [], "")
     made = generation(**long, tools=[TOOL])
     assert taken(compiler, made, " two") and taken(compiler, made, f" two{NEXT}{ONE}")
     thought = {"role": "assistant", "content": "", "reasoning_content": "I see"}
     begun = {"messages": [USER, thought], **on}
     assert prompt(**begun).endswith(f"<|start|>assistant{ANALYSIS}I see")
-    assert heard(generation(**begun), f" it.{NEXT}{FINAL}four") == (" it.", "four", [], "")
+    assert parsed(generation(**begun), f" it.{NEXT}{FINAL}four") == (" it.", "four", [], "")
 
 
 KIMI = ("<|calls_begin|>", "<|call_begin|>", "<|eos|>")
@@ -201,7 +201,7 @@ def test_free_text_beside_tools_has_any_control_tokens(several):
 
 def test_arguments_reach_clients_as_json():
     made = generation(tools=[TOOL])
-    assert json.loads(heard(made, f"{ANALYSIS}Hm.{NEXT}{ONE}")[3]) == {"x": 1}
+    assert json.loads(parsed(made, f"{ANALYSIS}Hm.{NEXT}{ONE}")[3]) == {"x": 1}
 
 
 def test_a_budget_ends_the_analysis(compiler):
@@ -215,7 +215,7 @@ def test_a_budget_ends_the_analysis(compiler):
     for token in matcher.forced():
         assert matcher.commit(token)
     assert matcher.released
-    assert heard(made, f"Hmmm.{ending}four") == ("Hmmm.", "four", [], "")
+    assert parsed(made, f"Hmmm.{ending}four") == ("Hmmm.", "four", [], "")
     begun = {"role": "assistant", "reasoning_content": "I see"}
     going = generation(thinking_budget=9, messages=[USER, begun], continue_final_message=True)
     assert going.rules.grammar.budget.used == len("I see")

@@ -1,7 +1,7 @@
 """Requests that a fresh engine on a target answers step by step, and what was drafted for them.
 
-heard, stats = answered(target, requests, overlap=True, **drafting(3, 3, 1))
-tokens(heard), counts(heard), reports(heard)
+deltas, stats = answered(target, requests, overlap=True, **drafting(3, 3, 1))
+tokens(deltas), counts(deltas), reports(deltas)
 """
 
 from dataclasses import replace
@@ -47,17 +47,17 @@ def answered(target, requests, pause=0, **changes):
     Return the deltas of each, and the engine's statistics.
     """
     engine = make_engine(target, replace(target.config, **changes))
-    heard, waiting, steps, busy = [[] for _ in requests], list(requests), 0, True
+    deltas, waiting, steps, busy = [[] for _ in requests], list(requests), 0, True
     while busy or waiting:
         while waiting and steps % max(pause, 1) == 0:
-            engine.submit(waiting.pop(0), heard[-1 - len(waiting)].append)
+            engine.submit(waiting.pop(0), deltas[-1 - len(waiting)].append)
             if pause:
                 break
         busy = engine.step_once()
         steps += 1
     engine.check()
     engine.shutdown()
-    return heard, engine.stats()
+    return deltas, engine.stats()
 
 
 def plain(target, requests):
@@ -65,19 +65,19 @@ def plain(target, requests):
     return tokens(answered(target, requests, **OFF)[0])
 
 
-def tokens(heard):
+def tokens(deltas):
     """All tokens of each request."""
-    return [[token for news in mine for token in news.tokens] for mine in heard]
+    return [[token for news in mine for token in news.tokens] for mine in deltas]
 
 
-def counts(heard):
+def counts(deltas):
     """Draft tokens verified and accepted, by request."""
-    return [(mine[-1].stats.draft_tokens, mine[-1].stats.accepted) for mine in heard]
+    return [(mine[-1].stats.draft_tokens, mine[-1].stats.accepted) for mine in deltas]
 
 
-def reports(heard):
+def reports(deltas):
     """All log-probability entries of each request."""
-    return [[entry for news in mine for entry in news.logprobs] for mine in heard]
+    return [[entry for news in mine for entry in news.logprobs] for mine in deltas]
 
 
 class RecordedDrafts:
