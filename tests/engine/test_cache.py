@@ -68,14 +68,6 @@ def test_only_full_pages_are_found_again(size):
     assert table.pages.tolist() == [entry.page for entry in table._chain]
 
 
-def test_a_prefix_is_its_whole_past_not_the_page_alone():
-    shared = index()
-    filled(shared, ints(1, 2, 3, 4)).release()
-    table = PageTable(shared)
-    assert table.start(ints(9, 9, 3, 4)) == 0
-    assert table.start(ints(1, 2, 9, 9)) == 2
-
-
 def test_two_that_compute_the_same_page_end_up_with_one():
     shared = index()
     tables = [PageTable(shared), PageTable(shared)]
@@ -263,16 +255,6 @@ def test_kept_pages_are_evicted_least_recently_used_first_and_leaves_before_pare
     shared.check()
     probe = PageTable(shared)
     assert probe.start(ints(1, 2, 3, 4)) == 2
-
-
-def test_held_pages_are_never_evicted():
-    shared = index(pages=3)
-    table = filled(shared, ints(1, 2, 3, 4))
-    other = PageTable(shared)
-    assert not other.reserve(4) and other.reserved == 0
-    assert other.reserve(2)
-    assert shared.references(table.pages[0]) == 1
-    shared.check()
 
 
 def test_reserve_commit_rollback():
