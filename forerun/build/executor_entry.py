@@ -89,7 +89,7 @@ class ExecutorEntry:
                   checkpoint. Raises ModelError if the two do not fit, MemoryPlanError
     within        the kinds whose trees steps grow by themselves (Executor.warm_up)
     dtype         the meaning of "auto"; None: bfloat16 on devices of their own, float32 on the CPU
-    keeps         whether "auto" keeps quantised matrices in the file's own format (kept.py)
+    keeps         whether "auto" keeps quantised matrices in the file's own format
     shards        whether it divides a model over devices
     together      whether needs and free memory are summed over these devices, not of each
     arithmetic    a text that changes when its results may, besides this package's version

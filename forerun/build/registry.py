@@ -8,7 +8,7 @@ from forerun.build import with_cpu, with_jax, with_torch
 from forerun.build.device import choose_device
 from forerun.build.executor_entry import ExecutorEntry
 from forerun.checkpoints.checkpoint import Checkpoint
-from forerun.checkpoints.kept import keeps
+from forerun.checkpoints.quantised_matrices import has_quantised_matrices
 from forerun.errors import ConfigError
 from forerun.networks.arch import Architecture
 from forerun.options.config import KV_DTYPES, EngineConfig
@@ -46,7 +46,12 @@ def choose_executor(
     dtype = config.dtype
     if dtype == "auto":
         dtype = entry.dtype or ("float32" if config.device == "cpu" else "bfloat16")
-        if dtype == "bfloat16" and entry.keeps and checkpoint is not None and keeps(checkpoint):
+        if (
+            dtype == "bfloat16"
+            and entry.keeps
+            and checkpoint is not None
+            and has_quantised_matrices(checkpoint)
+        ):
             dtype = "file"
     return replace(config, executor=entry.name, dtype=dtype)
 

@@ -13,7 +13,7 @@ from forerun.build.memory import (
 )
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.counted import counted
-from forerun.checkpoints.kept import PARTS, SCRATCH, kept_matrices, saved_bytes
+from forerun.checkpoints.quantised_matrices import PARTS, SCRATCH, quantised_matrices, saved_bytes
 from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel, check_divides
 from forerun.drafts.assistant import Assistant
 from forerun.drafts.block_folder import BlockFile
@@ -119,7 +119,7 @@ def _kept_needs(config: EngineConfig, checkpoint: Checkpoint, needs: Needs) -> N
     """
     if config.dtype != "file":
         return needs
-    kept = kept_matrices(checkpoint).values()
+    kept = quantised_matrices(checkpoint).values()
     scratch = 2 * (SCRATCH + PARTS) * bool(kept)
     weights = needs.weights - saved_bytes(kept, item_bytes(config))
     return replace(needs, weights=weights, fixed=needs.fixed + scratch)

@@ -234,12 +234,12 @@ def _placed(
     if (experts := adapted.experts(module)) is not None:
         return experts.placed(module, down, up, scaling)
     layer, parts = adapted.parts(module)
-    whole = next(iter(parts.values())).whole
+    shape = next(iter(parts.values())).stored_shape
     rank = len(down)
-    if not 0 < rank <= MOST_RANK or down.shape != (rank, whole[1]) or up.shape != (whole[0], rank):
+    if not 0 < rank <= MOST_RANK or down.shape != (rank, shape[1]) or up.shape != (shape[0], rank):
         raise ModelError(
             f"{module}: lora_A {list(down.shape)} and lora_B {list(up.shape)} do not fit a weight "
-            f"of {list(whole)}, with ranks up to {MOST_RANK}"
+            f"of {list(shape)}, with ranks up to {MOST_RANK}"
         )
     scaled = up * np.float32(scaling.of(module, rank))
     return {

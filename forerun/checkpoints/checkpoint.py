@@ -92,7 +92,7 @@ class Repeated(Protocol):
         ...
 
 
-def check_whole(
+def check_complete(
     arch: Architecture,
     found: Mapping[str, tuple[int, ...]],
     where: Path,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from forerun.checkpoints.checkpoint import Checkpoint, Repeated
 from forerun.checkpoints.grouped import Grouped, GroupedRows
-from forerun.checkpoints.kept import grouped_of
 from forerun.checkpoints.mapped import Packed
+from forerun.checkpoints.quantised_matrices import grouped_of
 from forerun.networks.arch import Architecture
 from forerun.types import Floats
 

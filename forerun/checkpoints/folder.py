@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from forerun.checkpoints.checkpoint import check_whole, shortened
+from forerun.checkpoints.checkpoint import check_complete, shortened
 from forerun.checkpoints.converted import read_pickled
 from forerun.checkpoints.grouped import Grouped
 from forerun.checkpoints.mapped import FourBits, Packed, TensorFile
@@ -154,8 +154,8 @@ def _stored(
         else:
             piece = pieces[arch.layer_specs[int(match[1])]][name[match.end() :]]
             wanted[name] = match[0] + piece.stored, piece
-    whole = {stored: piece.whole for stored, piece in wanted.values()}
-    check_whole(arch, shapes, where, whole)
+    expected = {stored: piece.stored_shape for stored, piece in wanted.values()}
+    check_complete(arch, shapes, where, expected)
     return {
         name: StoredTensor(files[stored], stored, piece) for name, (stored, piece) in wanted.items()
     }

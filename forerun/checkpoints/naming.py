@@ -39,7 +39,7 @@ class StoredPart:
 
     stored      name of the stored tensor, without the layer's prefix
     shape       of this tensor
-    whole       shape of the stored tensor
+    stored_shape  of the stored tensor
     expert      which expert of a stored tensor of all experts; None: it is not one of these
     transposed  a matrix that is stored [in, out]
     rows        which rows (of a vector: numbers) of the remaining; None = all
@@ -48,7 +48,7 @@ class StoredPart:
 
     stored: str
     shape: tuple[int, ...]
-    whole: tuple[int, ...]
+    stored_shape: tuple[int, ...]
     expert: int | None = None
     transposed: bool = False
     rows: slice | None = None
@@ -57,7 +57,7 @@ class StoredPart:
     @property
     def alone(self) -> bool:
         """Whether the stored tensor is identical to this one."""
-        return self.shape == self.whole and self.order is None and not self.transposed
+        return self.shape == self.stored_shape and self.order is None and not self.transposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class StoredTensor:
         piece = self.piece
         if piece.transposed or piece.expert is not None:
             return self.floats()[rows, columns]
-        which = self._ordered(np.arange(piece.whole[0]))[rows]
+        which = self._ordered(np.arange(piece.stored_shape[0]))[rows]
         first = int(which.min())
         cut = self.file.part(self.name, slice(first, int(which.max()) + 1), columns)
         found: Floats = cut[which - first]
@@ -114,7 +114,7 @@ class StoredTensor:
         found = self.file.grouped(self.name) if self._of_rows else None
         if found is None or self.piece.alone:
             return found
-        return found.rows(self._ordered(np.arange(self.piece.whole[0])))
+        return found.rows(self._ordered(np.arange(self.piece.stored_shape[0])))
 
     def four_bit_group(self) -> int:
         """Return TensorFile.four_bit_group; 0 also for an expert's part of a tensor."""
@@ -129,14 +129,14 @@ class StoredTensor:
     def rows(self) -> NDArray[np.uint8]:
         """Return uint8[rows, bytes of a row] of a matrix; a view of the file where possible."""
         stored, piece = self.file.rows(self.name), self.piece
-        if piece.alone or len(piece.whole) == 1:
+        if piece.alone or len(piece.stored_shape) == 1:
             return stored
         if not piece.transposed:
-            per = piece.whole[-2]
+            per = piece.stored_shape[-2]
             first = 0 if piece.expert is None else piece.expert * per
             return self._ordered(stored[first : first + per])
-        width = stored.shape[1] // piece.whole[-1]
-        numbers = stored.view(f"u{width}").reshape(piece.whole)
+        width = stored.shape[1] // piece.stored_shape[-1]
+        numbers = stored.view(f"u{width}").reshape(piece.stored_shape)
         matrix = numbers if piece.expert is None else numbers[piece.expert]
         turned: NDArray[np.uint8] = np.ascontiguousarray(self._ordered(matrix.T)).view(np.uint8)
         return turned
@@ -155,10 +155,10 @@ class StoredTensor:
             return None
         return Packed(self.kind, self.rows(), self.piece.shape[-1])
 
-    def cut(self, whole: AnyArray) -> AnyArray:
+    def cut(self, stored: AnyArray) -> AnyArray:
         """Return this tensor's part of the whole stored tensor, transposed and ordered."""
         piece = self.piece
-        found = whole if piece.expert is None else whole[piece.expert]
+        found = stored if piece.expert is None else stored[piece.expert]
         return self._ordered(found.T if piece.transposed else found)
 
     def _ordered(self, rows: AnyArray) -> AnyArray:
@@ -281,7 +281,7 @@ def fused(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> 
         return piece
     stored, first, rows = places[name]
     part = slice(first, first + piece.shape[0])
-    return replace(piece, stored=stored, whole=(rows, piece.shape[1]), rows=part)
+    return replace(piece, stored=stored, stored_shape=(rows, piece.shape[1]), rows=part)
 
 
 _GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
@@ -302,10 +302,12 @@ def _stacked(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
     outputs = piece.shape[0] * (2 if opens else 1)
     if kind == "bias":
         return replace(
-            piece, stored=f"{stored}_bias", whole=(count, outputs), expert=expert, rows=rows
+            piece, stored=f"{stored}_bias", stored_shape=(count, outputs), expert=expert, rows=rows
         )
-    whole = count, piece.shape[1], outputs
-    return replace(piece, stored=stored, whole=whole, expert=expert, transposed=True, rows=rows)
+    stored_shape = count, piece.shape[1], outputs
+    return replace(
+        piece, stored=stored, stored_shape=stored_shape, expert=expert, transposed=True, rows=rows
+    )
 
 
 _STACKED, _DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
@@ -340,10 +342,15 @@ def _one_above_the_other(
     else:
         first = 0 if part == "gate" else width
         stored, rows, height = f"{room}.gate_up_proj", slice(first, first + width), 2 * width
-    whole = (count, columns, height) if transposed else (count, height, columns)
+    stored_shape = (count, columns, height) if transposed else (count, height, columns)
     expert = int(match[1])
     return replace(
-        piece, stored=stored, whole=whole, expert=expert, rows=rows, transposed=transposed
+        piece,
+        stored=stored,
+        stored_shape=stored_shape,
+        expert=expert,
+        rows=rows,
+        transposed=transposed,
     )
 
 
@@ -360,8 +367,10 @@ def joined(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) ->
     rows = delta.rows_of(part)
     if rows is None:
         return piece
-    whole = delta.channels, piece.shape[1]
-    return replace(piece, stored="linear_attn.in_proj_qkv.weight", whole=whole, rows=rows)
+    stored_shape = delta.channels, piece.shape[1]
+    return replace(
+        piece, stored="linear_attn.in_proj_qkv.weight", stored_shape=stored_shape, rows=rows
+    )
 
 
 def head_by_head(name: str, piece: StoredPart, arch: Architecture, spec: LayerSpec) -> StoredPart:
@@ -384,13 +393,13 @@ def head_by_head(name: str, piece: StoredPart, arch: Architecture, spec: LayerSp
         return piece
     if part not in widths:  # out_proj
         return piece
-    whole = sum(widths.values())
+    height = sum(widths.values())
     first = sum(list(widths.values())[: list(widths).index(part)])
-    rows = np.arange(heads)[:, None] * whole + np.arange(first, first + widths[part])
+    rows = np.arange(heads)[:, None] * height + np.arange(first, first + widths[part])
     return replace(
         piece,
         stored=f"{room}.{stored}.{kind}",
-        whole=(heads * whole, *piece.shape[1:]),
+        stored_shape=(heads * height, *piece.shape[1:]),
         order=rows.ravel(),
     )
 
@@ -407,8 +416,8 @@ def order_of(name: str, arch: Architecture, spec: LayerSpec) -> Order | None:
         if name.startswith("self_attn.kv_a_proj_with_mqa."):
             return np.concatenate([np.arange(latent.rank), latent.rank + head])
         if name in ("self_attn.q_b_proj.weight", "self_attn.q_proj.weight"):
-            whole = np.concatenate([np.arange(latent.nope), latent.nope + head])
-            return each_head(whole, arch.heads)
+            order = np.concatenate([np.arange(latent.nope), latent.nope + head])
+            return each_head(order, arch.heads)
         return None
     cached = arch.cache_of(spec)
     if rope.rotated is None or not 0 < rope.rotated < cached.head_size:

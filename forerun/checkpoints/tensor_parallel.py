@@ -22,8 +22,8 @@ import numpy as np
 from forerun.checkpoints.checkpoint import Checkpoint, ReadInParts
 from forerun.checkpoints.ggml import STORAGE
 from forerun.checkpoints.grouped import Grouped
-from forerun.checkpoints.kept import grouped_of
 from forerun.checkpoints.mapped import Packed
+from forerun.checkpoints.quantised_matrices import grouped_of
 from forerun.errors import ConfigError
 from forerun.networks.arch import Architecture, expected_tensors
 from forerun.networks.layer_spec import (
@@ -293,15 +293,15 @@ def _fault(arch: Architecture, tp: TensorParallel) -> str | None:
 class RankCheckpoint:
     """A rank's parts of a checkpoint, as a Checkpoint of its own; nothing else is read.
 
-    whole  the checkpoint
+    full   the checkpoint
     tp     which rank this is
     """
 
-    def __init__(self, whole: Checkpoint, tp: TensorParallel) -> None:
-        self.whole, self.tp = whole, tp
-        self._architecture = tp.architecture(whole.architecture)
-        shapes = {name: whole.shape(name) for name in whole.names()}
-        self._names = tuple(tp.own(shapes, whole.architecture))
+    def __init__(self, full: Checkpoint, tp: TensorParallel) -> None:
+        self.full, self.tp = full, tp
+        self._architecture = tp.architecture(full.architecture)
+        shapes = {name: full.shape(name) for name in full.names()}
+        self._names = tuple(tp.own(shapes, full.architecture))
 
     @property
     def architecture(self) -> Architecture:
@@ -311,7 +311,7 @@ class RankCheckpoint:
     @property
     def path(self) -> Path:
         """The file or folder of the whole checkpoint."""
-        return self.whole.path
+        return self.full.path
 
     def names(self) -> tuple[str, ...]:
         """Return the canonical names of all tensors of which it has a part."""
@@ -319,7 +319,7 @@ class RankCheckpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of this rank's part of a tensor. Raises KeyError for an unknown name."""
-        return self.tp.shape(name, self.whole.shape(name), self.whole.architecture)
+        return self.tp.shape(name, self.full.shape(name), self.full.architecture)
 
     def tensor(self, name: str) -> Floats:
         """Return the rank's part as float32; zeros if another rank adds the tensor for all. Raises
@@ -331,11 +331,11 @@ class RankCheckpoint:
         return np.concatenate(pieces, axis_of(name)) if len(pieces) > 1 else pieces[0]
 
     def _piece(self, name: str, index: tuple[slice, ...]) -> Floats:
-        packed = self.whole.packed(name)
-        if packed is None and len(index) == 2 and isinstance(self.whole, ReadInParts):
-            return self.whole.part(name, *index)
+        packed = self.full.packed(name)
+        if packed is None and len(index) == 2 and isinstance(self.full, ReadInParts):
+            return self.full.part(name, *index)
         if packed is None:
-            return self.whole.tensor(name)[index]
+            return self.full.tensor(name)[index]
         rows, columns = index
         blocks = _covering(packed.kind, columns, packed.columns)
         part = _part(packed, rows, blocks).floats()
@@ -346,7 +346,7 @@ class RankCheckpoint:
         end at the end of a block of the format, since blocks are not split. Raises KeyError for an
         unknown name.
         """
-        packed = self.whole.packed(name)
+        packed = self.full.packed(name)
         if packed is None:
             return None
         pieces, axis = self._pieces(name), axis_of(name)
@@ -363,11 +363,11 @@ class RankCheckpoint:
         """Return the rank's part of a matrix in few bits; None if it has none, or the part begins
         within a group or is in several pieces.
         """
-        found, pieces = grouped_of(self.whole, name), self._pieces(name)
+        found, pieces = grouped_of(self.full, name), self._pieces(name)
         return None if found is None or len(pieces) > 1 else found.cut(*pieces[0])
 
     def _pieces(self, name: str) -> list[tuple[slice, ...]]:
-        return self.tp.pieces(name, self.whole.shape(name), self.whole.architecture)
+        return self.tp.pieces(name, self.full.shape(name), self.full.architecture)
 
 
 def axis_of(name: str) -> int:

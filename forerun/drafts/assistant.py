@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from forerun.checkpoints.checkpoint import check_whole, shortened
+from forerun.checkpoints.checkpoint import check_complete, shortened
 from forerun.checkpoints.folder import files_by_tensor
 from forerun.checkpoints.gguf.config import ASSISTANT, assistant_of
 from forerun.checkpoints.gguf.header import declared, is_gguf
@@ -178,7 +178,9 @@ def _open_file(path: Path, target: Architecture) -> Assistant:
     for name, shape in _projections(arch, hidden).items():
         wanted[name] = StoredTensor(file, f"nextn.{name}", StoredPart(name, shape, shape))
     parts = [part for item in wanted.values() for part in item.parts]
-    check_whole(arch, divided(file, arch)[0], path, {part.name: part.piece.whole for part in parts})
+    check_complete(
+        arch, divided(file, arch)[0], path, {part.name: part.piece.stored_shape for part in parts}
+    )
     ids = np.arange(arch.vocab, dtype=np.int32)
     return Assistant(path, arch, hidden, wanted, None, ids, warnings)
 
@@ -195,7 +197,7 @@ def _open_folder(folder: Path, target: Architecture) -> Assistant:
         clusters = _clusters(files.pop(ORDERING, None), *ordered, arch.vocab, folder)
         wanted[f"{CENTROIDS}.weight"] = len(clusters.tokens), arch.hidden
     found = {name: file.tensors[name].shape for name, file in files.items()}
-    check_whole(arch, found, folder, wanted)
+    check_complete(arch, found, folder, wanted)
     stored = {
         name: StoredTensor(files[name], name, StoredPart(name, shape, shape))
         for name, shape in wanted.items()

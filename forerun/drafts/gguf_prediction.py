@@ -106,7 +106,7 @@ def _checked(
     check_stored(
         _NAMING.title,
         file.path,
-        {part.name: part.piece.whole for _, part in parts},
+        {part.name: part.piece.stored_shape for _, part in parts},
         there,
         {part.name for name, part in parts if copied(name)},
     )

@@ -206,7 +206,7 @@ def open_prediction_layers(
     check_stored(
         naming.title,
         where,
-        {stored: piece.whole for stored, piece in wanted.values()},
+        {stored: piece.stored_shape for stored, piece in wanted.values()},
         {stored: file.tensors[stored].shape for stored, file in files.items()},
         {stored for name, (stored, _) in wanted.items() if copied(name)},
     )

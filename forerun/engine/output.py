@@ -230,7 +230,7 @@ class OutputProcessor:
         if len(sequence.request.prediction) and outcome.n_draft_tokens[row]:
             add_predicted(sequence, step.round.trees, row, outcome.paths[row])
         try:
-            counted = tokens if committed is None else tokens[: committed.kept]
+            counted = tokens if committed is None else tokens[: committed.valid]
             output = check_stop(sequence, counted, self._eos_ids)
             sequence.reported += len(output.tokens)
             if committed is not None:

@@ -16,19 +16,19 @@ def total(shapes: Shapes) -> int:
     return sum(map(prod, shapes.values()))
 
 
-def views_of(whole: Any, shapes: Shapes) -> dict[str, Any]:
+def views_of(flat: Any, shapes: Shapes) -> dict[str, Any]:
     """Return the parts of a vector of any array library, by the names of `shapes`; as views if the
     library has views.
     """
     views, begin = {}, 0
     for name, shape in shapes.items():
         end = begin + prod(shape)
-        views[name] = whole[begin:end].reshape(shape)
+        views[name] = flat[begin:end].reshape(shape)
         begin = end
     return views
 
 
 def zeros_of(shapes: Shapes) -> tuple[Ints, dict[str, Any]]:
     """Return a vector int32[total] of zeros, and its parts by name, which are views of it."""
-    whole: Ints = np.zeros(total(shapes), np.int32)
-    return whole, views_of(whole, shapes)
+    flat: Ints = np.zeros(total(shapes), np.int32)
+    return flat, views_of(flat, shapes)

@@ -260,7 +260,7 @@ def _open_gguf(
     checkpoint = GgufCheckpoint(path, context)
     try:
         tokenizer = gguf_tokenizer(
-            checkpoint.metadata, checkpoint.whole_metadata, checkpoint.header_digest()
+            checkpoint.metadata, checkpoint.reread_metadata, checkpoint.header_digest()
         )
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error

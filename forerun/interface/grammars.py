@@ -22,7 +22,7 @@ CandidateTokens = tuple[Ints, Floats]
 class Committed:
     """The extent to which emitted tokens agree with a grammar.
 
-    kept         how many of them count; the rest, and all later ones, do not
+    valid        how many of them count; the rest, and all later ones, do not
     complete     the text is complete and ends after these
     error        why no text can follow, if the matcher failed; else empty
     worker_lost  the matcher failed for a reason outside the grammar: its process was ended or
@@ -32,7 +32,7 @@ class Committed:
     unconstrained_from_here  nothing that follows is constrained: close the slot's matcher
     """
 
-    kept: int
+    valid: int
     complete: bool = False
     error: str = ""
     worker_lost: bool = False

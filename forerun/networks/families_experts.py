@@ -201,7 +201,7 @@ def deepseek_v2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     if method == "greedy":
         groups = kept = 1
     scale = keys.real("routed_scaling_factor", 1.0)
-    router = Router("softmax", scale=scale, groups=groups, kept=kept, summed=1)
+    router = Router("softmax", scale=scale, groups=groups, topk_group=kept, summed=1)
     return _mixed(keys, sizes, _latent(keys, sizes, True), router, first=0, shared=2)
 
 
@@ -242,7 +242,7 @@ def _sigmoids(keys: Keys, groups: int, kept: int) -> Router:
         keys.real("routed_scaling_factor", 1.0),
         correction=True,
         groups=keys.integer("n_group", groups),
-        kept=keys.integer("topk_group", kept),
+        topk_group=keys.integer("topk_group", kept),
     )
 
 

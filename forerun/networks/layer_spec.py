@@ -254,9 +254,9 @@ class Router:
     scale       then multiplies them
     bias        the product has one (gpt-oss)
     correction  a learned number per expert, for the choice only
-    groups      number of groups of experts; only experts of the `kept` groups can be chosen that
-                have the greatest sums of their `summed` (two or one) greatest corrected scores; 1 =
-                all can
+    groups      number of groups of experts; only experts of the `topk_group` groups can be chosen
+                that have the greatest sums of their `summed` (two or one) greatest corrected
+                scores; 1 = all can
     own_input   it reads the residual stream after an RMSNorm of its own, whose weight is a learned
                 scale [H] times H^-1/2 (Gemma 4)
     scaled      a learned number for each expert multiplies its weight last
@@ -268,7 +268,7 @@ class Router:
     bias: bool = False
     correction: bool = False
     groups: int = 1
-    kept: int = 1
+    topk_group: int = 1
     summed: int = 2
     own_input: bool = False
     scaled: bool = False
@@ -414,9 +414,9 @@ def _bounds_of(experts: Experts) -> dict[str, tuple[int, int, int]]:
         raise ModelError("a group of one expert has no two greatest scores")
     return {
         "number of experts": (experts.count, 1, _MOST_EXPERTS),
-        "number of kept groups": (router.kept, 1, router.groups),
+        "number of kept groups": (router.topk_group, 1, router.groups),
         "number of summed scores of a group": (router.summed, 1, 2),
-        "number of experts per token": (experts.top_k, 1, router.kept * group),
+        "number of experts per token": (experts.top_k, 1, router.topk_group * group),
         "experts' width": (experts.width, 1, _MOST_WIDTH),
         "shared expert's width": (experts.shared, 0, _MOST_WIDTH),
     }

@@ -268,7 +268,7 @@ def gated(name, gate, up, which=3):
 ROUTERS = [
     Router(),
     Router(normalised=True),
-    Router("sigmoid", normalised=True, scale=2.5, correction=True, groups=4, kept=2),
+    Router("sigmoid", normalised=True, scale=2.5, correction=True, groups=4, topk_group=2),
 ]
 
 

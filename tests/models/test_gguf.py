@@ -62,7 +62,7 @@ def test_vocabulary_is_read_again_from_a_file_that_is_deleted(tmp_path):
     checkpoint.drop_vocabulary()
     (tmp_path / "x.gguf").unlink()
     assert checkpoint.metadata.keys() < known.keys()
-    assert checkpoint.whole_metadata() == known
+    assert checkpoint.reread_metadata() == known
 
 
 def test_a_file_that_was_not_fetched_whole_says_so(tmp_path):

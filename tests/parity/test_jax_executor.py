@@ -18,7 +18,7 @@ from forerun.executors.host_choice import report_in, reports_of
 from forerun.executors.jax import JaxExecutor, JaxOptions
 from forerun.executors.jax.network.kv import StateShape
 from forerun.executors.jax.network.sharding import check_shards
-from forerun.executors.jax.program import kept
+from forerun.executors.jax.program import program_cache
 from forerun.executors.jax.program.functions import Key
 from forerun.executors.jax.program.programs import JaxPrograms
 from forerun.executors.jax.program.step import Answers
@@ -185,12 +185,12 @@ def test_a_later_start_traces_nothing(checkpoint, pads, warm, compiled, tmp_path
 
 
 def test_settings_are_kept_apart_and_the_oldest_is_dropped(tmp_path, monkeypatch):
-    monkeypatch.setattr(kept, "KEPT", 2)
+    monkeypatch.setattr(program_cache, "KEPT", 2)
     key, add = Key("round"), jax.jit(lambda x: x + 1).lower(1.0).compile()
     trees = jax.tree.structure(((1.0,), {})), jax.tree.structure(1.0)
 
     def of(about):
-        return kept.KeptPrograms(tmp_path, about, jax.devices()[:1])
+        return program_cache.ProgramCache(tmp_path, about, jax.devices()[:1])
 
     for about in "abc":
         assert of(about).load(key, trees) is None

@@ -49,7 +49,7 @@ class Device:
         more = self.tables.send(staging.buffers, slots, page_table)
         for entries in more:
             entries()
-        self.sized.whole.copy_(staging.whole)
+        self.sized.flat.copy_(staging.flat)
         table = self.tables.of(self.size, self.sized.buffers)
         return table.clone().numpy(), not more
 
@@ -103,8 +103,8 @@ def test_a_step_of_64_rows_of_32k_is_sent_kilobytes():
     sized = RoundBuffers(size, dims, torch.zeros(room_of(64, 64, dims), dtype=torch.int32))
     sent = 12 * changes_of(size, 16)
     assert sent == 1_536
-    assert 4 * sized.whole.numel() == 7_540
-    assert 4 * sized.whole.numel() - sent + 4 * 64 * 2_048 == 530_292
+    assert 4 * sized.flat.numel() == 7_540
+    assert 4 * sized.flat.numel() - sent + 4 * 64 * 2_048 == 530_292
 
 
 class CheckingTape(Tape):

@@ -15,13 +15,18 @@ from forerun.build.target import open_target
 from forerun.checkpoints.counted import counted
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.gguf.file import GgufCheckpoint
-from forerun.checkpoints.kept import grouped_of, kept_matrices, kept_sentence, saved_bytes
+from forerun.checkpoints.quantised_matrices import (
+    grouped_of,
+    quantised_matrices,
+    quantised_sentence,
+    saved_bytes,
+)
 from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.decoder import few_bits
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.few_bits import alike, loaded
-from forerun.executors.torch.decoder.kept import FewBitsLinear, SideBySide
+from forerun.executors.torch.decoder.few_bits_layers import FewBitsLinear, SideBySide
 from forerun.executors.torch.decoder.layers import Linear
 from forerun.options.config import EngineConfig
 from tests.covering import spread
@@ -99,7 +104,7 @@ def made(tmp_path_factory):
 def test_numbers_of_the_file_are_kept_exactly(made, name):
     """What is kept stands for the very floats that it would be widened to."""
     checkpoint = made(name)
-    kept = kept_matrices(checkpoint)
+    kept = quantised_matrices(checkpoint)
     assert len(kept) == 7 * checkpoint.architecture.layers
     for each, matrix in kept.items():
         weight = loaded([matrix], CPU)
@@ -112,7 +117,7 @@ def test_numbers_of_the_file_are_kept_exactly(made, name):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_pieces_that_are_read_side_by_side_make_the_matrix(made, name, monkeypatch):
-    two = [next(iter(kept_matrices(made(name)).values()))] * 2
+    two = [next(iter(quantised_matrices(made(name)).values()))] * 2
     assert alike(two)
     whole = loaded(two, CPU)
     monkeypatch.setattr(few_bits, "READ", 7 * two[0].shape[1])
@@ -126,7 +131,7 @@ def test_parts_of_a_fused_matrix_are_kept(made):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packers, "LINEAR", (*linear, "qkv_proj", "gate_up_proj"))
         checkpoint = made("awq", "phi3")
-    kept = kept_matrices(checkpoint)
+    kept = quantised_matrices(checkpoint)
     assert len(kept) == 7 * checkpoint.architecture.layers
     for each, matrix in kept.items():
         expected = torch.from_numpy(np.array(checkpoint.tensor(each)))
@@ -138,7 +143,7 @@ def test_ranks_keep_their_parts(made, name):
     whole = made(name)
     for rank in range(2):
         part = RankCheckpoint(whole, TensorParallel(rank, 2))
-        kept = kept_matrices(part)
+        kept = quantised_matrices(part)
         names = {each.split(".")[-2] for each in kept}
         assert names >= {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
         if name == "packed-8":
@@ -200,7 +205,7 @@ def test_which_products_keep_what(made):
 
 def test_groups_that_no_product_reads_are_widened(made):
     checkpoint = made("awq-16", formats=OTHERS)
-    assert not kept_matrices(checkpoint)
+    assert not quantised_matrices(checkpoint)
     opened = executor(checkpoint)
     assert products(opened.decoder) == [Linear] * 4 * checkpoint.architecture.layers
     assert "widened" in opened.describe()["dtype"]
@@ -208,7 +213,7 @@ def test_groups_that_no_product_reads_are_widened(made):
 
 def test_experts_are_widened_and_the_sentence_says_how_many_are_kept(made):
     checkpoint = made("awq", "qwen3_moe")
-    kept = kept_matrices(checkpoint)
+    kept = quantised_matrices(checkpoint)
     layers = checkpoint.architecture.layers
     assert len(kept) == 4 * layers and not any("experts" in name for name in kept)
     text = executor(checkpoint).describe()["dtype"]
@@ -221,7 +226,7 @@ def test_experts_are_widened_and_the_sentence_says_how_many_are_kept(made):
 def test_memory_is_counted_as_it_is_kept(made):
     """By the plan, by the executor, and by the tensors that it holds."""
     checkpoint = made("awq")
-    kept = kept_matrices(checkpoint)
+    kept = quantised_matrices(checkpoint)
     saved = saved_bytes(kept.values(), 4)
     assert saved > 0.8 * 4 * sum(np.prod(matrix.shape) for matrix in kept.values())
     few, wide = (
@@ -288,19 +293,19 @@ def test_plans_of_a_configuration_alone_count_what_would_be_kept(made, tmp_path)
     assert plans[0].config.dtype == plans[1].config.dtype == "file"
     assert plans[0].needs == plans[1].needs
     wide = sizing(replace(config, dtype="bfloat16"), alone, 1 << 33)
-    kept = kept_matrices(checkpoint).values()
+    kept = quantised_matrices(checkpoint).values()
     assert wide.needs.weights - plans[0].needs.weights == saved_bytes(kept, 2)
 
 
 def test_what_is_kept_is_said_in_words():
-    assert "no matrix" in kept_sentence({})
+    assert "no matrix" in quantised_sentence({})
 
 
 def test_ggufs_of_four_and_eight_bits_are_kept(tmp_path):
     hf = tiny.model("llama")
     for kind, group in (("Q4_0", 32), ("Q8_0", 32)):
         checkpoint = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / f"{kind}.gguf", kind))
-        kept = kept_matrices(checkpoint)
+        kept = quantised_matrices(checkpoint)
         assert len(kept) == 7 * checkpoint.architecture.layers
         for name, matrix in kept.items():
             assert matrix.group == group and grouped_of(checkpoint, name) is not None

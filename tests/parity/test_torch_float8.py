@@ -10,8 +10,8 @@ from forerun.errors import ConfigError
 from forerun.executors.torch import TorchExecutor
 from forerun.executors.torch.decoder.elementwise import PLAIN, compiled
 from forerun.executors.torch.decoder.few_bits import IN_TORCH, rounded
+from forerun.executors.torch.decoder.few_bits_layers import FewBitsLinear
 from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
-from forerun.executors.torch.decoder.kept import FewBitsLinear
 from forerun.options.config import EngineConfig
 from tests.models import tiny
 from tests.parity.driver import limits, logits_in_chunks

@@ -52,7 +52,7 @@ def sized_of(size, width):
 
 def staged(sized):
     """What the host fills of such a round."""
-    staging = StagingBuffer(sized.whole)
+    staging = StagingBuffer(sized.flat)
     staging.reset(sized)
     return staging
 
@@ -77,7 +77,7 @@ def left(carry, size, slots, rows):
         choices[row * size.nodes], kept[row, 0] = token, True
         grown[:, row] = tree[0], tree[1], tree[2].view(np.int32)
     record.grown.copy_(there(grown.reshape(-1)))
-    sized.whole.copy_(staging.whole)
+    sized.flat.copy_(staging.flat)
     with Watch():
         count, last = kept.sum(1, dtype=torch.int32), torch.zeros(size.rows, dtype=torch.int32)
         future.leave(carry, size, sized.buffers, Accepted(choices, kept, count, last), record)
@@ -98,7 +98,7 @@ def entered(carry, size, slots, bounds):
     plan = Plan(np.array(slots), nothing, known, ~no, most, deep, nothing[:, None], no)
     prepare_inputs_carried(buffers, size, plan, ends, choosing, most)
     buffers["slot"][:many] = slots
-    sized.whole.copy_(staging.whole)
+    sized.flat.copy_(staging.flat)
     with Watch():
         facts = future.resume(carry, size, sized.buffers)
     again = triton_future.resume(carry, size, sized.buffers)
@@ -164,7 +164,7 @@ def test_rows_that_are_not_ahead_keep_their_facts():
     for values in buffers.values():
         values[...] = random.integers(1, 4, values.shape)
     buffers["carried"][:] = 0
-    sized.whole.copy_(staging.whole)
+    sized.flat.copy_(staging.flat)
     resumed = future.resume(carry, size, sized.buffers)
     again = triton_future.resume(carry, size, sized.buffers)
     assert all(torch.equal(again[name], values) for name, values in resumed.items())
@@ -206,7 +206,7 @@ def test_the_kernel_leaves_what_its_reference_leaves(seed, width, levels, nodes)
         sized = sized_of(size, 3)
         for values in (carry.state, carry.tokens, carry.parents, sized.record):
             values.copy_(there(random.integers(0, 90, values.shape).astype(np.int32)))
-        sized.whole.copy_(there(random.integers(0, 50, sized.whole.shape).astype(np.int32)))
+        sized.flat.copy_(there(random.integers(0, 50, sized.flat.shape).astype(np.int32)))
         sized.buffers["slot"].copy_(there(random.permutation(SLOTS + 1)[:3].astype(np.int32)))
         sized.buffers["draft_slot"].copy_(there(random.integers(-1, 2, 3).astype(np.int32)))
         record = Record.of(size, sized.record)

@@ -124,7 +124,7 @@ def test_the_rows_ends_are_followed(width):
     total = rows * nodes
     accepted = Accepted(
         choices=torch.zeros(total, dtype=torch.int32),
-        kept=torch.zeros(rows, nodes, dtype=torch.bool),
+        on_path=torch.zeros(rows, nodes, dtype=torch.bool),
         count=torch.tensor([1, 3, 0], dtype=torch.int32),
         last=torch.tensor([0, 3, 0], dtype=torch.int32),
     )

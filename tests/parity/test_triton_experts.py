@@ -98,8 +98,8 @@ def test_the_clamped_gate_is_its_reference():
 ROUTERS = [
     Router(),
     Router(normalised=True),
-    Router("sigmoid", True, 2.5, correction=True, groups=4, kept=2),
-    Router("sigmoid", correction=True, groups=2, kept=1),
+    Router("sigmoid", True, 2.5, correction=True, groups=4, topk_group=2),
+    Router("sigmoid", correction=True, groups=2, topk_group=1),
 ]
 
 
@@ -116,7 +116,7 @@ def test_routes_by_hand(router):
         ranked = scores + (0 if correction is None else correction.numpy())
         groups = ranked.reshape(router.groups, -1)
         sums = np.sort(groups, 1)[:, -2:].sum(1)
-        for group in np.argsort(sums)[: router.groups - router.kept]:
+        for group in np.argsort(sums)[: router.groups - router.topk_group]:
             groups[group] = -np.inf
         best = np.argsort(-groups.ravel())[:3]
         assert chosen[row].tolist() == best.tolist()

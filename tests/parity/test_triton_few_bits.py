@@ -16,7 +16,11 @@ from forerun.executors.torch.decoder.few_bits import (
     loaded,
     rounded,
 )
-from forerun.executors.torch.decoder.kept import FewBitsLinear, GatedFeedForward, feed_forward
+from forerun.executors.torch.decoder.few_bits_layers import (
+    FewBitsLinear,
+    GatedFeedForward,
+    feed_forward,
+)
 from forerun.executors.torch.decoder.layers import FeedForward
 from tests.covering import covering, every, some_of, values
 from tests.parity.driver import first_is_fast

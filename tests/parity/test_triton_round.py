@@ -59,7 +59,7 @@ def facts_of(size, trees, decided, seed):
     facts["tokens"][place], facts["depth"][place] = trees.tokens, trees.depth
     facts["parents"][place] = np.where(trees.parents < 0, -1, trees.parents - trees.start[row])
     facts["tree_intervals"][:, place] = tree_intervals(trees)
-    sized.whole.copy_(staging.whole)
+    sized.flat.copy_(staging.flat)
     return sized.buffers | {"table": torch.from_numpy(table)}
 
 
@@ -121,10 +121,10 @@ def test_paths_are_kept_as_by_the_rule(seed):
     assert torch.equal(*records)
     for name in ("choices", "kept", "count", "last"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
-    assert seed or actual.kept.any()
+    assert seed or actual.on_path.any()
     # From choices that were made elsewhere.
     again = rounds.keep(actual.choices, facts, records[1])
-    assert torch.equal(*records) and torch.equal(again.kept, actual.kept)
+    assert torch.equal(*records) and torch.equal(again.on_path, actual.on_path)
     assert torch.equal(again.choices, actual.choices)
 
 

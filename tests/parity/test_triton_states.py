@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from forerun.executors.torch.attention.state_nodes import (
-    KeptNodes,
     KnownNodes,
+    PathNodes,
     StateNodes,
     StateTables,
 )
@@ -151,7 +151,7 @@ def path_of(nodes, kept, copies=(-1, 6, 7, -1), page_size=3, kv_len=(4, 2, 5, 0)
             depth[row, node] = depth[row, above] + 1 if above >= 0 else 0
     lengths = torch.tensor(kv_len, dtype=torch.int32)
     copied_to = torch.tensor(copies, dtype=torch.int32)
-    return KeptNodes(marks, depth.flatten(), lengths, copied_to, page_size)
+    return PathNodes(marks, depth.flatten(), lengths, copied_to, page_size)
 
 
 PATHS = [([0, 1, 3, 4], [0, 1, 2, 3, 4], [0], []), ([0, 2, 5], [], [0], []), ([], [0, 1], [], [])]

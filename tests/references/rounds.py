@@ -86,7 +86,7 @@ def keep(choices: Tensor, inputs: RoundInputs, record: Tensor) -> Accepted:
     depth = inputs["depth"].view(kept.shape) + 1
     return Accepted(
         choices=choices,
-        kept=kept,
+        on_path=kept,
         count=kept.sum(1, dtype=torch.int32),
         last=(kept * depth).argmax(1).int(),
     )

@@ -93,14 +93,14 @@ def ends(nodes, path):
     """int64[R] node at which a row's path ends, its root without one; and at its last end of a
     page, -1 without one; bool[R] whether there is a path.
     """
-    rows, each = path.kept.shape
-    order = torch.arange(each, device=path.kept.device)
+    rows, each = path.on_path.shape
+    order = torch.arange(each, device=path.on_path.device)
     full = path.kv_len[:, None] + 1 + path.depth.view(rows, each)
-    full = path.kept & (full % path.page_size == 0) & (path.copies >= 0)[:, None]
+    full = path.on_path & (full % path.page_size == 0) & (path.copies >= 0)[:, None]
     begin = torch.arange(rows, device=order.device) * each
-    last = torch.where(path.kept, order, 0).amax(1)
+    last = torch.where(path.on_path, order, 0).amax(1)
     page = torch.where(full, order, -1).amax(1)
-    return begin + last, torch.where(page >= 0, begin + page, -1), path.kept[:, 0]
+    return begin + last, torch.where(page >= 0, begin + page, -1), path.on_path[:, 0]
 
 
 def put(table, rows, values, there):
@@ -135,7 +135,7 @@ def advance(about, numbers, states, nodes, past, path):
             node = each * place_of + place
             after = here.clone()
             delta.advance(after, tokens.ordered(node))
-            kept = path.kept[:, place].view(-1, 1, 1, 1)
+            kept = path.on_path[:, place].view(-1, 1, 1, 1)
             here = torch.where(kept, after, here)
             copy = torch.where((page == node).view(-1, 1, 1, 1), here, copy)
         news.append(here)

@@ -166,10 +166,10 @@ def test_behaviour_does_not_depend_on_the_environment():
     # wheel.py hands the environment on to pip, unread; layers.py reads FORERUN_* and what other
     # servers read of their own; measure/launch.py leaves these out for a server that is measured;
     # cli/launch.py hands it on to an agent, and looks for Codex' folder where Codex does;
-    # kept.py tells compiled programs apart by XLA's own flags.
+    # program_cache.py tells compiled programs apart by XLA's own flags.
     allowed = {"forerun/cache_dir.py", "forerun/hub/wheel.py", "forerun/cli/layers.py",
                "forerun/cli/launch.py", "forerun/measure/launch.py",
-               "forerun/executors/jax/program/kept.py"}  # fmt: skip
+               "forerun/executors/jax/program/program_cache.py"}  # fmt: skip
     assert readers <= allowed
 
 

@@ -126,13 +126,13 @@ def delta_part(
     shape = (delta.tensors(arch.hidden) if delta is not None else own).get(name)
     if shape is None:
         return None
-    whole = shape[::2] if name == "linear_attn.conv1d.weight" else shape
+    stored_shape = shape[::2] if name == "linear_attn.conv1d.weight" else shape
     layout = joined
     if arch.family == "qwen3_next":
         gates = name in ("linear_attn.b_proj.weight", "linear_attn.a_proj.weight")
         if delta is None or gates or f"{prefix}{_NAMES[_JOINED]}" in file.tensors:
             layout = head_by_head
-    piece = layout(name, StoredPart(name, shape, whole), arch, spec)
+    piece = layout(name, StoredPart(name, shape, stored_shape), arch, spec)
     order = order_of(name, arch, spec)
     if order is not None and piece.order is not None:
         piece = replace(piece, order=piece.order[order])

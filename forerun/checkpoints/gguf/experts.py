@@ -41,7 +41,7 @@ def experts_of(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Fam
         correction=corrected,
         summed=1 if family == "deepseek_v2" else 2,
         groups=groups,
-        kept=keys.integer("expert_group_used_count", groups) or groups,
+        topk_group=keys.integer("expert_group_used_count", groups) or groups,
     )
     shared = 0
     if family in _GATED:

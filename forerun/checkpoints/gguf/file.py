@@ -3,7 +3,7 @@
 from hashlib import sha256
 from pathlib import Path
 
-from forerun.checkpoints.checkpoint import check_whole
+from forerun.checkpoints.checkpoint import check_complete
 from forerun.checkpoints.gguf.config import architecture_of
 from forerun.checkpoints.gguf.header import GgufFile, Value, parsed_header
 from forerun.checkpoints.gguf.naming import AnyStored, divided, stored_tensors
@@ -33,9 +33,9 @@ class GgufCheckpoint:
         self.architecture: Architecture = architecture_of(self._file).for_context(context)
         self._stored: dict[str, AnyStored] = stored_tensors(self._file, self.architecture)
         parts = [part for item in self._stored.values() for part in item.parts]
-        whole = {part.name: part.piece.whole for part in parts}
+        expected = {part.name: part.piece.stored_shape for part in parts}
         own, behind = divided(self._file, self.architecture)
-        check_whole(self.architecture, own, path, whole)
+        check_complete(self.architecture, own, path, expected)
         self.prediction_files: dict[str, GgufFile] = dict.fromkeys(behind, self._file)
 
     @property
@@ -54,12 +54,12 @@ class GgufCheckpoint:
 
     def drop_vocabulary(self) -> None:
         """Drop the lists of tokens, scores and merges, tens of megabytes, from `metadata`;
-        `whole_metadata` reads them again.
+        `reread_metadata` reads them again.
         """
         for name in ("tokens", "scores", "token_type", "merges"):
             self.metadata.pop(f"tokenizer.ggml.{name}", None)
 
-    def whole_metadata(self) -> dict[str, Value]:
+    def reread_metadata(self) -> dict[str, Value]:
         """Return all metadata, read again from the mapping, which works even if the file was moved
         or deleted.
         """

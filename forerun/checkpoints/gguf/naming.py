@@ -181,14 +181,14 @@ def _part_of(
         if piece.stored in _FUSED:
             order = order_of(name, arch, spec)
             return prefix + _FUSED[piece.stored], replace(piece, order=order)
-    whole = shape[1:] if base == "mlp.shared_expert_gate" else shape
+    stored_shape = shape[1:] if base == "mlp.shared_expert_gate" else shape
     if base == "conv.conv":
-        whole = shape[::2]
+        stored_shape = shape[::2]
     order = _interleaved(base, arch)
     if order is None:
         order = order_of(name, arch, spec)
     source = _IN_LAYER.get(base) or _norm(base, arch, spec)
-    return f"{prefix}{source}.{kind}", StoredPart(name, shape, whole, order=order)
+    return f"{prefix}{source}.{kind}", StoredPart(name, shape, stored_shape, order=order)
 
 
 def _of_expert(
@@ -208,8 +208,8 @@ def _of_expert(
     if part != "down" and both in file.tensors:
         height, *columns = shape
         rows = slice(0, height) if part == "gate" else slice(height, 2 * height)
-        whole = about.count, 2 * height, *columns
-        return both, StoredPart(both, shape, whole, expert=expert, rows=rows)
+        stored_shape = about.count, 2 * height, *columns
+        return both, StoredPart(both, shape, stored_shape, expert=expert, rows=rows)
     if stacked not in file.tensors and alone in file.tensors:
         return alone, StoredPart(alone, shape, shape)
     return stacked, StoredPart(stacked, shape, (about.count, *shape), expert=expert)

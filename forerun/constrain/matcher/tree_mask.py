@@ -163,7 +163,7 @@ class TreeGrammars:
         if committed.error and failed and not compiled.free:
             # A process, whose limits are wider, decides whether it is an error at all.
             compiled.translated.moved(limit=True)
-            return Committed(committed.kept, must_reopen=True)
+            return Committed(committed.valid, must_reopen=True)
         slow, state.seconds = state.seconds > SLOW, 0.0
         state.slow = state.slow + 1.0 if slow else max(0.0, state.slow - 1.0 / SLOW_STEPS)
         if state.slow > 1.0 and not (committed.complete or compiled.free):

@@ -236,7 +236,7 @@ def layer_kind(arch: Architecture, layer: int) -> native.LayerKind:
         kind.ffn, kind.experts, kind.top_k = experts.width, experts.count, experts.top_k
         kind.shared, kind.sigmoid = experts.shared, router.scores == "sigmoid"
         kind.normalised, kind.router_scale = router.normalised, router.scale
-        kind.groups, kind.kept, kind.summed = router.groups, router.kept, router.summed
+        kind.groups, kind.kept, kind.summed = router.groups, router.topk_group, router.summed
     return kind
 
 

@@ -183,8 +183,8 @@ class JaxExecutor(Executor):
         taken = {"draft_weight": sizes.parameters * item, "draft_cache": arrays}
         check_fits(taken, self._device, self._options.shards)
         weights = load()
-        cache = sharding.cache if sizes.cut else sharding.whole
-        where = sharding.whole, cache, cache, sharding.whole, sharding.whole
+        cache = sharding.cache if sizes.cut else sharding.replicated
+        where = sharding.replicated, cache, cache, sharding.replicated, sharding.replicated
         held = DraftArrays(*(
             jnp.zeros(part, self.dtype, device=there)
             for part, there in zip(shape, where, strict=True)

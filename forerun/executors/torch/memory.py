@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from forerun.checkpoints.grouped import Grouped
-from forerun.checkpoints.kept import PARTS, SCRATCH, saved_bytes
+from forerun.checkpoints.quantised_matrices import PARTS, SCRATCH, saved_bytes
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.executors.torch.attention.kv import KvShape
 from forerun.interface.executor import ExecutorLimits

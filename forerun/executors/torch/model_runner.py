@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from forerun.checkpoints.checkpoint import Checkpoint
-from forerun.checkpoints.kept import kept_matrices, kept_sentence
+from forerun.checkpoints.quantised_matrices import quantised_matrices, quantised_sentence
 from forerun.errors import ConfigError, EngineError
 from forerun.executors.device_choice import DeviceNodes
 from forerun.executors.host_choice import Logits
@@ -138,8 +138,8 @@ class ModelRunner:
         self.limits, self.group = limits, group
         self.device, self.options = _device(options.device), options
         self.dtype, keep = activations(options.dtype, self.device), options.dtype == FILE
-        kept = kept_matrices(checkpoint) if keep else {}
-        self._numbers = kept_sentence(kept) if keep else options.dtype
+        kept = quantised_matrices(checkpoint) if keep else {}
+        self._numbers = quantised_sentence(kept) if keep else options.dtype
         limits.check(arch)
         pages = KV_DTYPES[options.kv_dtype] or self.dtype
         stored = tuple(kept.values())

@@ -59,7 +59,7 @@ class Generation:
     parser      creates the parser of one choice's text; None if all of it is content
     lossy       the accept thresholds, if they may change the answer
     ignored     fields that have no effect together with others
-    given       the client's own names for it: it can be aborted by these and by its id
+    client_ids  the client's own names for it: it can be aborted by these and by its id
     cut         creates a function that may end the one text before the engine does
     unenforced  keywords of its schemas that its compiled rules do not enforce
     at_once     most of its requests in flight; None = all
@@ -75,7 +75,7 @@ class Generation:
     parser: Callable[[], OutputParser] | None = None
     lossy: dict[str, float] | None = None
     ignored: tuple[str, ...] = ()
-    given: tuple[str, ...] = ()
+    client_ids: tuple[str, ...] = ()
     cut: Callable[[], Cut] | None = None
     unenforced: tuple[str, ...] = ()
     at_once: int | None = None
@@ -224,7 +224,7 @@ def _generation(
         unseen=_unseen(body, loaded.tokenizer),
         lossy=lossy,
         ignored=idle,
-        given=() if body.request_id is None else (body.request_id,),
+        client_ids=() if body.request_id is None else (body.request_id,),
     )
 
 

@@ -122,13 +122,13 @@ def load_assistant(network: AssistantNetwork, dtype: Any) -> Params:
         own["centroids"] = f"{CENTROIDS}.weight"
     params = load_params(about, dtype, sharding, stacked=False)
     params |= load_named(about, own, dtype, sharding)
-    params["ids"] = jax.device_put(about.target_ids.astype(np.int32), sharding.whole)
+    params["ids"] = jax.device_put(about.target_ids.astype(np.int32), sharding.replicated)
     if clusters is not None:
-        params["clusters"] = jax.device_put(clusters.tokens, sharding.whole)
+        params["clusters"] = jax.device_put(clusters.tokens, sharding.replicated)
     if about.vocab < vocab:
         head = "embed" if network.decoder.arch.tied_head else "head"
         rows = params.pop(head)[about.target_ids]
-        params["rows"] = jax.device_put(rows, sharding.whole)
+        params["rows"] = jax.device_put(rows, sharding.replicated)
     return params
 
 

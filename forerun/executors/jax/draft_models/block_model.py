@@ -86,7 +86,7 @@ class JaxBlockModel(BlockModelBase):
         views["kv_len"][:count], views["root"][:count] = block.kv_len, block.roots
         views["tables"][:count] = self._executor.page_tables(block.pages)
         most = min(vocab, CANDIDATES if block.candidates <= CANDIDATES else vocab)
-        found = self._executor.programs.ask(Key("block", Bucket(rows, most)), whole)
+        found = self._executor.programs.query(Key("block", Bucket(rows, most)), whole)
         ids, *bits = np.split(found[:count, : block.depth], [most, 2 * most], -1)
         log_probs, hidden = (np.ascontiguousarray(part).view(np.float32) for part in bits)
         return [ids[..., : block.candidates], log_probs[..., : block.candidates], hidden]

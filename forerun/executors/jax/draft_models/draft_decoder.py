@@ -95,7 +95,7 @@ def load_decoder(network: DraftDecoder, dtype: Any, stacked: bool) -> Params:
     arch = network.decoder.arch
     params = load_params(about.checkpoint, dtype, sharding, stacked)
     for name, ids in (("ids", about.vocabulary.target_ids), ("inputs", about.vocabulary.inputs)):
-        params[name] = jax.device_put(ids.astype(np.int32), sharding.whole)
+        params[name] = jax.device_put(ids.astype(np.int32), sharding.replicated)
     if not about.vocabulary.every(arch.vocab):
         params.pop("head", None)
         whole = about.checkpoint.tensor(arch.head_tensor)

@@ -182,7 +182,7 @@ def load_head(head: JaxEagleHead, checkpoint: Checkpoint, draft: DraftFile, dtyp
         params["lm_head"] = put("lm_head", np.asarray(rows, jnp.dtype(dtype)))
     own = _own_embedding(draft)
     if own is not None:
-        params["embed"] = jax.device_put(np.array(own, jnp.dtype(dtype)), sharding.whole)
+        params["embed"] = jax.device_put(np.array(own, jnp.dtype(dtype)), sharding.replicated)
     return params
 
 

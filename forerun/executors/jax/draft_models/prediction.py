@@ -122,8 +122,8 @@ def load_prediction(head: PredictionHead, dtype: Any) -> Params:
     params["layer"] = load_layer(draft, dtype, sharding)
     spec = draft.architecture.layer_specs[0]
     frequencies = spec.rope.frequencies(draft.architecture.rope_size)
-    params["frequencies"] = jax.device_put(frequencies, sharding.whole)
-    params["ids"] = jax.device_put(draft.target_ids.astype(np.int32), sharding.whole)
+    params["frequencies"] = jax.device_put(frequencies, sharding.replicated)
+    params["ids"] = jax.device_put(draft.target_ids.astype(np.int32), sharding.replicated)
     name = "lm_head.weight"
     if draft.vocab != draft.architecture.vocab or name in draft.files:
         if name not in draft.names():

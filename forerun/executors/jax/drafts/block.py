@@ -69,7 +69,9 @@ class BlockNetwork(NamedTuple):
         """
         return 0 if self.about.anchored else 1
 
-    def kept(self, params: Params, features: Array, position: Array) -> tuple[Array, Array]:
+    def target_keys_values(
+        self, params: Params, features: Array, position: Array
+    ) -> tuple[Array, Array]:
         """Return keys and values, each [layers,R,N,G,E], of the target's features, for the
         drafter's cache.
 
@@ -199,12 +201,12 @@ def load_block(
         wide = np.ndim(values) > 1
         values = values.T if wide and turned else values
         kept = np.array(values, jnp.dtype(dtype) if wide else np.float32, order="C")
-        made: Array = jax.device_put(kept, sharding.whole)
+        made: Array = jax.device_put(kept, sharding.replicated)
         return made
 
     layers: list[Params] = [{} for _ in range(about.layers)]
     params: Params = {
-        "ids": jax.device_put(draft.target_ids.astype(np.int32), sharding.whole),
+        "ids": jax.device_put(draft.target_ids.astype(np.int32), sharding.replicated),
         "frequencies": put(about.rope.frequencies(about.head_size)),
     }
     for name in expected_block_tensors(about):

@@ -78,13 +78,13 @@ class JaxBlockDrafting(NamedTuple):
         given, (kept, count) = accepted.given, accepted.followed
         position = given.kv_len[:, None] + given.depth
         table = given.tables[:, 0]
-        held = self.kept(params, held, accepted.streams, (table, position, kept))
+        held = self.store_features(params, held, accepted.streams, (table, position, kept))
         _, roots = accepted.end(kept)
         read = self.propose(params, held, roots[:, 0], table, given.kv_len + count)
         noise = given.behind(count)
         return held, self._grow(params, (roots, read[:, :levels]), noise, width)
 
-    def kept(
+    def store_features(
         self,
         params: Params,
         held: DraftArrays,
@@ -96,7 +96,7 @@ class JaxBlockDrafting(NamedTuple):
         where  page tables int32[R,W], positions int32[R,N], and bool[R,N] which to store
         """
         table, position, stored = where
-        made = self.network.kept(params, features, position)
+        made = self.network.target_keys_values(params, features, position)
         slots = jnp.where(stored, slots_of(table, position, self.page_size), NOWHERE).reshape(-1)
         keys, values = (
             into.at[:, slots].set(of_nodes(new), mode="drop")
@@ -203,7 +203,7 @@ class JaxBlockDrafting(NamedTuple):
         given = views_of(whole, enter_shapes(size, self.tables))
         position = given["kv_len"][:, None] + jnp.arange(size.nodes)
         where = given["tables"][:, 0], position, given["real"] > 0
-        held = self.kept(params, held, held.streams[given["stream"]], where)
+        held = self.store_features(params, held, held.streams[given["stream"]], where)
         return state._replace(draft=held)
 
     def block(self, params: Params, state: State, whole: Array, *, size: Bucket) -> Array:

@@ -126,4 +126,6 @@ def load_pairs(scores: PairScores, dtype: Any, sharding: Sharding) -> Params:
     chances = np.zeros((2, 2, scores.head.depth, TENTHS), np.float32)
     chances[1] = 1.0
     found["chances"] = chances
-    return {name: jax.device_put(np.array(part), sharding.whole) for name, part in found.items()}
+    return {
+        name: jax.device_put(np.array(part), sharding.replicated) for name, part in found.items()
+    }

@@ -63,7 +63,7 @@ def routes(
     ranked = scores if correction is None else scores + correction
     if router.groups > 1:
         grouped = ranked.reshape(*ranked.shape[:-1], router.groups, -1)
-        _, best = lax.top_k(lax.top_k(grouped, router.summed)[0].sum(-1), router.kept)
+        _, best = lax.top_k(lax.top_k(grouped, router.summed)[0].sum(-1), router.topk_group)
         kept = (best[..., None] == jnp.arange(router.groups)).any(-2)
         ranked = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(ranked.shape)
     _, chosen = lax.top_k(ranked, top_k)

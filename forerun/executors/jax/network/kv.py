@@ -200,7 +200,7 @@ class StateShape:
         kept = nodes + limits.slots
         return (room, sizes.width), keys, values, (kept, sizes.hidden), (kept, sizes.read)
 
-    def made(self, arch: Architecture, dtype: jnp.dtype, sharding: Sharding) -> State:
+    def allocate(self, arch: Architecture, dtype: jnp.dtype, sharding: Sharding) -> State:
         """Allocate a State of zeros on the devices."""
         planes = [
             _planes(layers, self.paged[kind.near] + self.scratch, kind.shape)
@@ -213,16 +213,16 @@ class StateShape:
         about, tables = arch.recurrent, None
         if about is not None:
             shape = arch.recurrent_layers, self.states, about.window - 1, about.channels
-            windows, matrices = jnp.zeros(shape, jnp.float32, device=sharding.whole), None
+            windows, matrices = jnp.zeros(shape, jnp.float32, device=sharding.replicated), None
             if isinstance(about, GatedDelta):
                 sizes = about.value_heads, about.key_size, about.value_size
-                matrices = jnp.zeros((*shape[:2], *sizes), jnp.float32, device=sharding.whole)
+                matrices = jnp.zeros((*shape[:2], *sizes), jnp.float32, device=sharding.replicated)
             tables = RecurrentTables(windows, matrices)
         return State(
             recurrent=tables,
             keys=keys,
             values=values,
-            hidden=jnp.zeros((self.hidden, arch.hidden), dtype, device=sharding.whole),
+            hidden=jnp.zeros((self.hidden, arch.hidden), dtype, device=sharding.replicated),
         )
 
 

@@ -51,14 +51,14 @@ class Sharding:
         return NamedSharding(self.mesh, PartitionSpec(*axes))
 
     @property
-    def whole(self) -> NamedSharding:
+    def replicated(self) -> NamedSharding:
         """The sharding of an array of which every device has a copy."""
         return self.of()
 
     @property
     def cache(self) -> NamedSharding:
         """The sharding of pages [L,slots,G,E]: key/value heads by shard."""
-        return self.of(None, None, "model", None) if self.cut else self.whole
+        return self.of(None, None, "model", None) if self.cut else self.replicated
 
     def weight(self, name: str, dimensions: int) -> NamedSharding:
         """Return the sharding of a parameter by its short name and number of dimensions: a matrix,

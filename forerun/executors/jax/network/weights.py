@@ -88,20 +88,20 @@ def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked:
     arch = checkpoint.architecture
     reader = _Reader(checkpoint, dtype, sharding)
     params: Params = {
-        "embed": reader.made("embed", "model.embed_tokens.weight"),
-        "norm": reader.made("norm", "model.norm.weight"),
+        "embed": reader.load("embed", "model.embed_tokens.weight"),
+        "norm": reader.load("norm", "model.norm.weight"),
         "frequencies": tuple(
-            jax.device_put(rope.frequencies(size), sharding.whole) for rope, size in arch.ropes
+            jax.device_put(rope.frequencies(size), sharding.replicated) for rope, size in arch.ropes
         ),
     }
     if arch.token_vector:
-        params |= {short: reader.made(short, name) for short, name in TOKENS.items()}
+        params |= {short: reader.load(short, name) for short, name in TOKENS.items()}
     if not arch.tied_head:
-        params["head"] = reader.made("head", "lm_head.weight")
+        params["head"] = reader.load("head", "lm_head.weight")
     prefixes = [f"model.layers.{index}." for index in range(arch.layers)]
     grouped = [_grouped(checkpoint, prefix) for prefix in prefixes]
     layers: list[Any] = [
-        lambda group=group: {short: reader.made(short, names) for short, names in group.items()}
+        lambda group=group: {short: reader.load(short, names) for short, names in group.items()}
         for group in grouped
     ]
     begin, period, times = Pattern.of(arch)
@@ -111,7 +111,7 @@ def load_params(checkpoint: Checkpoint, dtype: Any, sharding: Sharding, stacked:
         def together() -> tuple[Params, ...]:
             alike = (grouped[begin + part : end : period] for part in range(period))
             return tuple(
-                {short: reader.made(short, [one[short] for one in every]) for short in every[0]}
+                {short: reader.load(short, [one[short] for one in every]) for short in every[0]}
                 for every in alike
             )
 
@@ -127,7 +127,7 @@ def load_named(
     checkpoint's. Raises ModelError if a tensor is missing.
     """
     reader = _Reader(checkpoint, dtype, sharding)
-    return {short: reader.made(short, name) for short, name in names.items()}
+    return {short: reader.load(short, name) for short, name in names.items()}
 
 
 def load_layer(checkpoint: Checkpoint, dtype: Any, sharding: Sharding) -> Params:
@@ -136,7 +136,7 @@ def load_layer(checkpoint: Checkpoint, dtype: Any, sharding: Sharding) -> Params
     """
     group = _grouped(checkpoint, "model.layers.0.")
     reader = _Reader(checkpoint, dtype, sharding)
-    return {short: reader.made(short, names) for short, names in group.items()}
+    return {short: reader.load(short, names) for short, names in group.items()}
 
 
 def _grouped(checkpoint: Checkpoint, prefix: str) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class _Reader:
         self._checkpoint, self._dtype, self._sharding = checkpoint, jnp.dtype(dtype), sharding
         self._offset = checkpoint.architecture.norm_offset
 
-    def made(self, short: str, names: Any) -> Array:
+    def load(self, short: str, names: Any) -> Array:
         """Load one parameter from one name or a (nested) list of names, which adds a leading axis
         per level. A callback per device reads only its part.
         """

@@ -95,7 +95,9 @@ class Functions:
         """
         given = Inputs.of(whole, size, self.tables)
         given, passed = self._forward(params, state, given, chain=True)
-        return self._kept(params, state, given, passed, given.trees.real), jnp.zeros(0, jnp.int32)
+        return self._store_nodes(params, state, given, passed, given.trees.real), jnp.zeros(
+            0, jnp.int32
+        )
 
     def round(self, params: Params, state: State, whole: Array, *, key: Key) -> tuple[State, Array]:
         """Run one step of R rows: forward, choose, walk, commit; with key.levels also extend and
@@ -211,7 +213,9 @@ class Functions:
         logits = self.decoder.logits(params, passed.last.reshape(key.size.total, -1))
         choices, reported = chosen(given, logits)
         kept = walk(choices, given.trees)
-        state = self._in_ring(self._kept(params, state, given, passed, kept), given, passed, kept)
+        state = self._in_ring(
+            self._store_nodes(params, state, given, passed, kept), given, passed, kept
+        )
         grown = ran = jnp.zeros(0, jnp.int32)
         if key.levels:
             pages = state.keys, state.values
@@ -309,7 +313,7 @@ class Functions:
             for which, scratch in enumerate(self.shape.paged)
         ]
 
-    def _kept(
+    def _store_nodes(
         self, params: Params, state: State, given: Inputs, passed: Forwarded, kept: Array
     ) -> State:
         """Store streams, and keys and values: of kept nodes in pages, of others in scratch. In a

@@ -45,7 +45,7 @@ from forerun.executors.jax.network.kv import DraftArrays
 from forerun.executors.jax.network.weights import Params
 from forerun.executors.jax.program.functions import Functions, Key
 from forerun.executors.jax.program.future_map import FutureMap
-from forerun.executors.jax.program.kept import KeptPrograms, loads
+from forerun.executors.jax.program.program_cache import ProgramCache, loads
 from forerun.executors.jax.rounds.batches import Bucket, Buckets
 from forerun.executors.jax.rounds.inputs import packed_size
 from forerun.executors.jax.rounds.reports import REPORTED
@@ -93,10 +93,10 @@ class JaxPrograms:
         folder: str | None = None,
     ) -> None:
         self._functions, self.params, self._folder = functions, params, folder
-        self.state = functions.shape.made(
+        self.state = functions.shape.allocate(
             functions.decoder.arch, params["embed"].dtype, functions.decoder.sharding
         )
-        self._whole = functions.decoder.sharding.whole
+        self._replicated = functions.decoder.sharding.replicated
         self._words, self._slots = -(-limits.vocab // 32), limits.slots
         self._everything: dict[Bucket, Any] = {}
         self._buckets = buckets
@@ -104,7 +104,7 @@ class JaxPrograms:
         self._compiled: dict[Key, Any] = {}
         self._rest: dict[Key, Future[Any] | None] = {}
         self._pool: ThreadPoolExecutor | None = None
-        self._kept: KeptPrograms | None = None
+        self._cache: ProgramCache | None = None
         self._chances: Floats = np.zeros((2, 2, 0, 0), np.float32)
         self.dispatches = self.late = 0
         self.compile_seconds = 0.0
@@ -165,7 +165,7 @@ class JaxPrograms:
         whole[:, :, : chances.shape[2]] = chances
         if not np.array_equal(whole, self._chances):
             self._chances = whole
-            pairs = {**draft["pairs"], "chances": self._there(whole)}
+            pairs = {**draft["pairs"], "chances": self._to_devices(whole)}
             self.params = {**self.params, "draft": {**draft, "pairs": pairs}}
 
     def keep_state(self, width: int, levels: int) -> None:
@@ -177,7 +177,7 @@ class JaxPrograms:
         self._drop()
         self._functions = replace(self._functions, future=(width, levels))
         future = FutureMap.of(self._slots, width, levels)
-        self.state = self.state._replace(future=self._there(future))
+        self.state = self.state._replace(future=self._to_devices(future))
 
     @property
     def compiled(self) -> tuple[Key, ...]:
@@ -208,8 +208,8 @@ class JaxPrograms:
         self._buckets, self._draft = buckets, draft
         began = perf_counter()
         if self._folder is not None:
-            devices = list(self._whole.mesh.devices.flat)
-            self._kept = KeptPrograms(Path(self._folder) / "programs", self._about, devices)
+            devices = list(self._replicated.mesh.devices.flat)
+            self._cache = ProgramCache(Path(self._folder) / "programs", self._about, devices)
         most = {"chunk": buckets.chunks[0], "enter": buckets.chunks[0]}
         first = [
             key
@@ -221,7 +221,7 @@ class JaxPrograms:
         self._rest = dict.fromkeys(sorted(set(self.keys) - set(first), key=_soon))
         progress(0, len(first))
         with ThreadPoolExecutor(threads) as pool:
-            for done, _ in enumerate(pool.map(self._made, first)):
+            for done, _ in enumerate(pool.map(self._load_or_compile, first)):
                 progress(done + 1, len(first))
         self.compile_seconds = perf_counter() - began
 
@@ -247,7 +247,7 @@ class JaxPrograms:
         if self._rest and self._pool is None:
             self._pool = ThreadPoolExecutor(1, "forerun-compile")
             for key in self._rest:
-                begun = self._rest[key] = self._pool.submit(self._made, key)
+                begun = self._rest[key] = self._pool.submit(self._load_or_compile, key)
                 begun.add_done_callback(_log_failure)
 
     def wait(self) -> None:
@@ -266,7 +266,7 @@ class JaxPrograms:
         self.close()
         self._compiled.clear()
         self._rest.clear()
-        self._kept = None
+        self._cache = None
 
     def run(self, key: Key, *given: Any) -> Any:
         """Dispatch a program that changes the state. Returns its record on the device, without
@@ -274,17 +274,17 @@ class JaxPrograms:
         counted in `late`.
         """
         self.dispatches += 1
-        found = self._of(key)(self.params, self.state, *self._there(given))
+        found = self._of(key)(self.params, self.state, *self._to_devices(given))
         self.state, rest = found if key.kind not in STATE_ONLY else (found, None)
         return rest
 
-    def ask(self, key: Key, *given: Any) -> np.ndarray:
+    def query(self, key: Key, *given: Any) -> np.ndarray:
         """Run a program that does not change the state. Returns its result on the host; waits for
         it.
         """
         self.dispatches += 1
         found: np.ndarray = jax.device_get(
-            self._of(key)(self.params, self.state, *self._there(given))
+            self._of(key)(self.params, self.state, *self._to_devices(given))
         )
         return found
 
@@ -295,7 +295,7 @@ class JaxPrograms:
         if size not in self._everything:
             which = np.full(size.total, size.total, np.int32)
             bits = np.full((size.total + 1, self._words), -1, np.int32)
-            self._everything[size] = self._there((which, bits))
+            self._everything[size] = self._to_devices((which, bits))
         return self._everything[size]
 
     def lines(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -338,7 +338,7 @@ class JaxPrograms:
         for begin in range(0, given.shape[-1], each):
             part = given[..., begin : begin + each]
             missing = [(0, 0)] * (part.ndim - 1) + [(0, each - part.shape[-1])]
-            answer = self.ask(key, np.pad(part, missing).astype(np.int32))
+            answer = self.query(key, np.pad(part, missing).astype(np.int32))
             found.append(answer.take(range(part.shape[-1]), axis))
         return found
 
@@ -348,8 +348,8 @@ class JaxPrograms:
         """
         return str(self._of(key).as_text())
 
-    def _there(self, given: Any) -> Any:
-        return jax.device_put(given, self._whole)
+    def _to_devices(self, given: Any) -> Any:
+        return jax.device_put(given, self._replicated)
 
     def _of(self, key: Key) -> Any:
         if key in self._compiled:
@@ -358,16 +358,16 @@ class JaxPrograms:
         begun = self._rest.pop(key, None)
         if begun is not None and not begun.cancel():
             return begun.result()
-        return self._made(key)
+        return self._load_or_compile(key)
 
-    def _made(self, key: Key) -> Any:
+    def _load_or_compile(self, key: Key) -> Any:
         """Return a program, loaded if it is stored, else compiled and stored."""
-        made = self._kept and self._kept.load(key, self._trees(key))
+        made = self._cache and self._cache.load(key, self._trees(key))
         if made is None:
             lowered, loaded = self._lowered(key), loads()
             made = lowered.compile()
-            if self._kept is not None and loads() == loaded:
-                self._kept.store(key, made)
+            if self._cache is not None and loads() == loaded:
+                self._cache.store(key, made)
         self._compiled[key] = made
         return made
 
@@ -381,7 +381,7 @@ class JaxPrograms:
 
     def _trees(self, key: Key) -> tuple[Any, Any]:
         """Return the structures of a program's arguments and of its result."""
-        given = self.params, self.state, *self._given(key)
+        given = self.params, self.state, *self._input_shapes(key)
         out = _returned(key, self.state, 0)
         return jax.tree.structure((given, {})), jax.tree.structure(out)
 
@@ -395,15 +395,15 @@ class JaxPrograms:
             work = partial(work, levels=key.levels)
         state = jax.tree.map(lambda array: array.sharding, self.state)
         donated = () if key.kind in NO_STATE else (1,)
-        out = _returned(key, state, self._whole)
+        out = _returned(key, state, self._replicated)
         made = jax.jit(work, donate_argnums=donated, out_shardings=out)
-        return made.lower(_shapes(self.params), _shapes(self.state), *self._given(key))
+        return made.lower(_shapes(self.params), _shapes(self.state), *self._input_shapes(key))
 
-    def _given(self, key: Key) -> tuple[Any, ...]:
+    def _input_shapes(self, key: Key) -> tuple[Any, ...]:
         """Return the shapes of a program's inputs other than parameters and state."""
 
         def ints(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._whole)
+            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._replicated)
 
         tables = self._functions.tables
         match key.kind:

@@ -35,17 +35,17 @@ class StateNodes:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptNodes:
+class PathNodes:
     """The nodes that become permanent: in each row none, or a path from its root.
 
-    kept    bool[R,N]
+    on_path bool[R,N]
     depth   int32[M]
     kv_len  int32[R] tokens before the root
     copies  int32[R] row of states to which the state at the last page end of the path is copied;
             -1: none
     """
 
-    kept: Tensor
+    on_path: Tensor
     depth: Tensor
     kv_len: Tensor
     copies: Tensor
@@ -107,12 +107,12 @@ Convolve = Callable[[Tensor, Tensor, Tensor | None, StateTables, StateNodes, Ten
 """(inputs [M,C], kernel, bias, states, nodes, their windows by Ancestors) -> float32[M,C], the sums
 of the windows.
 """
-Advance = Callable[[GatedDelta, DeltaNumbers, StateTables, StateNodes, Tensor, KeptNodes], None]
+Advance = Callable[[GatedDelta, DeltaNumbers, StateTables, StateNodes, Tensor, PathNodes], None]
 """(description of the net, nodes' numbers, states, nodes, their windows by Ancestors, paths):
 advances the matrices of each row's state along its path, in several layers at once, in place, with
 the same numbers as Score; copies them at a page end. Reads the windows and does not change them.
 """
-Shift = Callable[[Tensor, StateTables, StateNodes, Tensor, KeptNodes], None]
+Shift = Callable[[Tensor, StateTables, StateNodes, Tensor, PathNodes], None]
 """(inputs [L,M,C], states, nodes, their windows by Ancestors, paths): replaces each row's window by
 that of its path's last node, in several layers at once, in place; copies those at a page end.
 """

@@ -68,12 +68,12 @@ class Paths:
 class TorchStateStep(StateStep):
     """A StateStep with tensors.
 
-    kept  for each layer, the inputs of the draft tokens: convolution rows float32[D,C], and those
-          of the matrices
+    draft_inputs  for each layer, the inputs of the draft tokens: convolution rows float32[D,C], and
+                  those of the matrices
     """
 
     paths: Paths
-    kept: list[tuple[Tensor, Tokens | None]] = field(default_factory=list)
+    draft_inputs: list[tuple[Tensor, Tokens | None]] = field(default_factory=list)
 
 
 COPY, FOLLOW = 0, 1
@@ -190,7 +190,7 @@ class States(StateSteps):
             found = window_sums(rows, paths.past, inputs.kernel, inputs.bias)
         nodes, targets = paths.ends
         windows[targets] = rows[paths.past[nodes, 1:]]
-        step.kept.append((entering, tokens))
+        step.draft_inputs.append((entering, tokens))
         out = found.new_zeros(len(inputs.mixed), *found.shape[1:])
         out[: len(found)] = found
         return out
@@ -205,7 +205,7 @@ class States(StateSteps):
         known = np.concatenate([[0], np.cumsum(trees.known)])
         where = indices(slots, self._device)
         which = indices(nodes - known[row + 1], self._device)  # Among the draft tokens.
-        for number, (mixed, tokens) in enumerate(step.kept):
+        for number, (mixed, tokens) in enumerate(step.draft_inputs):
             windows = self.windows[number]
             entering = mixed.index_select(0, which).unsqueeze(1)
             windows[where] = torch.cat([windows[where][:, 1:], entering], 1)

@@ -83,7 +83,7 @@ class BlockDrafting(Drafting):
         for layer, heads in enumerate(self._model.context(features, rotary)):
             kernels.enter(heads, self._model.cache.layers[layer], prepared.slots)
         if size.nodes > 1:
-            self._move(prepared.slots, prepared.pages, accepted.kept.flatten())
+            self._move(prepared.slots, prepared.pages, accepted.on_path.flatten())
         none = self._nothing[: size.total]
         extended = Extended(none, none, self._nothing, self._max_nodes)
         levels = Levels(size.levels, size.width)

@@ -169,7 +169,7 @@ class LevelDrafting(Drafting):
         )
         read, outputs = model.forward(nodes, model.enter(features))
         if forest.size.nodes > 1 or waiting:
-            self._move(entries.slots, entries.pages, accepted.kept.flatten())
+            self._move(entries.slots, entries.pages, accepted.on_path.flatten())
         extended = Extended(read, outputs, model.outputs, self._max_nodes)
         starts = kernels.follow(extended, accepted, prepared, inputs, forest.levels)
         if states is not None:

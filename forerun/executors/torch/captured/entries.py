@@ -112,7 +112,7 @@ def keep_page_ends(
     table, for sequences that continue after these pages. Does not synchronise with the device.
     """
     prepared, size = committed.prepared, model.cache.page_size
-    full = committed.accepted.kept.flatten() & (prepared.position % size == size - 1)
+    full = committed.accepted.on_path.flatten() & (prepared.position % size == size - 1)
     rows = torch.where(full, states.pages + prepared.pages // size, states.rows - 1)
     model.outputs.index_copy_(0, rows.long(), outputs)
 

@@ -53,7 +53,7 @@ def _shapes(size: Size, dims: BufferDims) -> Shapes:
         count (nodes), low and high halves of the seed, temperature (its bits), decided
         draft_slot      slot of the draft model's state of a row; -1 = it does not follow the row
         slot            where the round leaves what the next one needs (FutureState)
-        copies          row of recurrent states that gets a copy (KeptNodes); -1 = none
+        copies          row of recurrent states that gets a copy (PathNodes); -1 = none
         carried         1: begin with the FutureState of `slot`; then the host knows only:
         most, deep, last  most draft tokens and levels, and the last position that a draft token
                           may take
@@ -96,7 +96,7 @@ def room_of(rows: int, nodes: int, dims: BufferDims) -> int:
 class RoundBuffers:
     """The fixed tensors of one size, at the beginning of the device buffer `room`, int32[room_of].
 
-    whole, buffers  the inputs; buffers also have `start`, int32[R+1], where each row's nodes begin
+    flat, buffers  the inputs; buffers also have `start`, int32[R+1], where each row's nodes begin
     record  int32[3*R*N + R + 3*R*K + ..] the results, in one copy, see `Record`, of which
             `confident` elements are a draft model's confidences
     blank   the inputs of a round in which no row has a node, up to the masks, which are then not
@@ -108,22 +108,22 @@ class RoundBuffers:
         returned = 3 * size.total + size.rows + 3 * size.rows * size.draft_tokens
         returned += 2 * size.rows * size.candidates
         returned += size.reported + confident
-        self.whole = room[: total(self._shapes)]
+        self.flat = room[: total(self._shapes)]
         start = np.arange(size.rows + 1, dtype=np.int32) * size.nodes
-        self.buffers = self.views(self.whole) | {"start": torch.from_numpy(start).to(room.device)}
+        self.buffers = self.views(self.flat) | {"start": torch.from_numpy(start).to(room.device)}
         self.record = torch.zeros(returned, dtype=torch.int32, device=room.device)
         self.tile = tile_nodes(size.nodes, dims.gqa_group)
         self.tiles = torch.from_numpy(tiles_of(start, self.tile)).to(room.device)
         self.blank = self._blank(dims)
 
-    def views(self, whole: Tensor) -> dict[str, Tensor]:
+    def views(self, flat: Tensor) -> dict[str, Tensor]:
         """Return the parts of inputs int32[.] of this size, by name."""
-        views = views_of(whole, self._shapes)
+        views = views_of(flat, self._shapes)
         return views | {"kv_len": views["where"][0], "position": views["where"][1]}
 
     def _blank(self, dims: BufferDims) -> Ints:
-        size, whole = self.size, torch.zeros(len(self.whole), dtype=torch.int32)
-        blank = self.views(whole)
+        size, flat = self.size, torch.zeros(len(self.flat), dtype=torch.int32)
+        blank = self.views(flat)
         for name in dims.sent:
             blank[f"{name}_to"].view(torch.int64)[:] = dims.slots * dims.width
         blank["parents"][:] = NOTHING
@@ -136,5 +136,5 @@ class RoundBuffers:
         blank["tree_intervals"][:] = torch.stack([alone, alone + 1])
         if size.masked:
             blank["mask_row"][:] = -1
-            whole = whole[: -blank["masks"].numel()]
-        return whole.numpy().copy()
+            flat = flat[: -blank["masks"].numel()]
+        return flat.numpy().copy()

@@ -158,7 +158,7 @@ def _put_choosing(
 class StagingBuffer:
     """Host buffers for a round's inputs; there are two, used in turn.
 
-    whole, buffers  host copies of RoundBuffers' tensors of these names, in the size of the last
+    flat, buffers  host copies of RoundBuffers' tensors of these names, in the size of the last
                     reset
     result  receives the round's record
     wait    returns when the last round launched from this buffer has finished
@@ -176,12 +176,12 @@ class StagingBuffer:
         """
         self.wait()
         if fixed.size not in self._views:
-            whole, pinned = self._room[: len(fixed.whole)], self._room.is_pinned()
-            buffers = {name: view.numpy() for name, view in fixed.views(whole).items()}
+            flat, pinned = self._room[: len(fixed.flat)], self._room.is_pinned()
+            buffers = {name: view.numpy() for name, view in fixed.views(flat).items()}
             result = torch.zeros_like(fixed.record, device="cpu", pin_memory=pinned)
-            self._views[fixed.size] = whole, buffers, result
-        self.whole, self.buffers, self.result = self._views[fixed.size]
-        self.whole.numpy()[: len(fixed.blank)] = fixed.blank
+            self._views[fixed.size] = flat, buffers, result
+        self.flat, self.buffers, self.result = self._views[fixed.size]
+        self.flat.numpy()[: len(fixed.blank)] = fixed.blank
         self._tiles = len(fixed.tiles)
 
     def split(self, lengths: Ints) -> None:

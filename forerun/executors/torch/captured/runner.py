@@ -191,7 +191,7 @@ class CudaGraphRunner:
         def work() -> None:
             for each in first:
                 each()
-            fixed.whole.copy_(staging.whole, non_blocking=True)
+            fixed.flat.copy_(staging.flat, non_blocking=True)
             self.programs[size]()
             staging.result.copy_(fixed.record, non_blocking=True)
 
@@ -249,9 +249,9 @@ class CudaGraphRunner:
         accepted = self._accept(size, inputs, logits, prepared, record.choices)
         # A single node is in its page already, or left to the host.
         for kind in kinds if size.nodes > 1 else ():
-            kernels.move(kind.cache, kind.slots, kind.pages, accepted.kept.flatten())
+            kernels.move(kind.cache, kind.slots, kind.pages, accepted.on_path.flatten())
         if self.states is not None:
-            self.states.follow(size, inputs, accepted.kept)
+            self.states.follow(size, inputs, accepted.on_path)
         if self.drafting is not None and size.levels:
             committed = CommittedRound(inputs, geometry, prepared, accepted)
             features = None if self.features is None else self.features[:total]
@@ -262,7 +262,7 @@ class CudaGraphRunner:
             reports = reported(logits.float(), accepted.choices, size.reports)
             record.reported.copy_(reports.flatten())
         if size.shaping and self.shaped is not None:
-            self.shaped.add(inputs, accepted.choices, accepted.kept)
+            self.shaped.add(inputs, accepted.choices, accepted.on_path)
         if self.future is not None:
             kernels.leave(self.future, size, inputs, accepted, record)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from forerun.executors.torch.attention.state_nodes import (
-    KeptNodes,
+    PathNodes,
     StateKernels,
     StateNodes,
     StateTables,
@@ -95,7 +95,7 @@ class RoundStates:
         those of other rows do not change. Copies states at page ends to the rows named in `inputs`.
         """
         nodes, past = _nodes(inputs), self._past[: size.total]
-        path = KeptNodes(kept, inputs["depth"], inputs["kv_len"], inputs["copies"], self._page_size)
+        path = PathNodes(kept, inputs["depth"], inputs["kv_len"], inputs["copies"], self._page_size)
         if self._numbers is not None and isinstance(self._about, GatedDelta):
             self._kernels.advance(self._about, self._numbers, self._tables, nodes, past, path)
         self._kernels.shift(self._mixed, self._tables, nodes, past, path)

@@ -25,7 +25,7 @@ from forerun.executors.torch.decoder.elementwise import (
     softcapped,
 )
 from forerun.executors.torch.decoder.experts import Mixture
-from forerun.executors.torch.decoder.kept import feed_forward
+from forerun.executors.torch.decoder.few_bits_layers import feed_forward
 from forerun.executors.torch.decoder.latent import LatentProjections
 from forerun.executors.torch.decoder.layers import (
     FeedForward,

@@ -14,8 +14,8 @@ from torch import Tensor
 from forerun.errors import ConfigError
 from forerun.executors.torch.decoder.adapters import Adapting, RowAdapters
 from forerun.executors.torch.decoder.elementwise import Elementwise
+from forerun.executors.torch.decoder.few_bits_layers import feed_forward
 from forerun.executors.torch.decoder.grouped import GroupedProduct, Pairs
-from forerun.executors.torch.decoder.kept import feed_forward
 from forerun.executors.torch.decoder.layers import FeedForward, Product, alone, padded_rows
 from forerun.executors.torch.decoder.weights import Weights
 from forerun.executors.torch.group import Group
@@ -169,7 +169,7 @@ def routes(
     ranked = scores if correction is None else scores + correction
     if router.groups > 1:
         grouped = ranked.unflatten(-1, (router.groups, -1))
-        best = grouped.topk(router.summed, -1)[0].sum(-1).topk(router.kept, -1)[1]
+        best = grouped.topk(router.summed, -1)[0].sum(-1).topk(router.topk_group, -1)[1]
         kept = torch.zeros_like(grouped[..., 0]).scatter_(-1, best, 1.0).unsqueeze(-1)
         ranked = torch.where(kept > 0, grouped, -torch.inf).flatten(1)
     chosen = ranked.topk(top_k, -1)[1]

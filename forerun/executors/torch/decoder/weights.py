@@ -14,13 +14,13 @@ from torch import Tensor
 
 from forerun.checkpoints.checkpoint import Checkpoint, Repeated
 from forerun.checkpoints.ggml import floats_of
-from forerun.checkpoints.kept import kept_matrix
 from forerun.checkpoints.mapped import Packed, release
+from forerun.checkpoints.quantised_matrices import quantised_matrix
 from forerun.errors import ModelError
 from forerun.executors.torch.decoder.few_bits import FewBitsProducts, alike, loaded, rounded
+from forerun.executors.torch.decoder.few_bits_layers import FewBitsLinear, SideBySide
 from forerun.executors.torch.decoder.float8 import FLOAT8, float8_rows
 from forerun.executors.torch.decoder.grouped import Stacked
-from forerun.executors.torch.decoder.kept import FewBitsLinear, SideBySide
 from forerun.executors.torch.decoder.layers import MakeProduct, Product
 from forerun.executors.torch.decoder.staging import staging
 from forerun.types import AnyArray, Ints
@@ -68,7 +68,7 @@ class Weights:
 
     products  creates the blocks' products
     finite    raise ModelError for values that are not finite
-    few_bits  creates products whose weights stay quantised as in the file (checkpoints/kept.py);
+    few_bits  creates products whose weights stay quantised as in the file (quantised_matrices.py);
               None: all are dequantised
     narrow    few_bits creates only the blocks' products, of weights rounded to float8
     """
@@ -188,7 +188,7 @@ class Weights:
         all are quantised alike; None if none is quantised.
         """
         assert self._few_bits is not None
-        found = [kept_matrix(self._checkpoint, f"{name}.weight") for name in names]
+        found = [quantised_matrix(self._checkpoint, f"{name}.weight") for name in names]
         kept = [matrix for matrix in found if matrix is not None]
         if not kept:
             return None

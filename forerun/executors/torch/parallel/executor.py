@@ -50,7 +50,7 @@ class ParallelExecutor(TorchExecutor):
 
     port   of their rendezvous, on the loopback interface
     ranks  the others
-    whole  the checkpoint of which each has a part
+    checkpoint  of which each has a part
 
     Raises the exceptions of the ranks, ConfigError if the model cannot be divided among them,
     RankError if a rank has ended or differs from the others. There must be as many devices
@@ -70,7 +70,7 @@ class ParallelExecutor(TorchExecutor):
     ) -> None:
         check_divides(checkpoint.architecture, tp)
         devices = _devices(options.device, tp.size)
-        self.whole = checkpoint
+        self.checkpoint = checkpoint
         # The system chooses its port, which is free again when this process ends.
         store = TCPStore("127.0.0.1", 0, tp.size, is_master=True, wait_for_workers=False)
         starts = [
@@ -203,7 +203,7 @@ class ParallelExecutor(TorchExecutor):
     @property
     def draft_target(self) -> TorchTarget:
         """The target for draft models, which run only here: with whole embedding and head."""
-        return DraftTarget(self, self.whole)
+        return DraftTarget(self, self.checkpoint)
 
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info: of this rank, and of the others' devices."""

@@ -37,7 +37,7 @@ class RankRounds:
     def launch(self, size: Size, found: Arrays) -> None:
         """Launch the round described by a message's arrays. Does not wait."""
         staging = self._runner.staging(size)
-        staging.whole.copy_(torch.from_numpy(found["inputs"]))
+        staging.flat.copy_(torch.from_numpy(found["inputs"]))
         first = [
             TableEntries(table, *(torch.from_numpy(found[f"{name}{number}"]) for name in _ENTRIES))
             for number, table in enumerate(self._runner.tables)
@@ -62,7 +62,7 @@ class SharedRunner(CudaGraphRunner):
         """Launch as CudaGraphRunner.launch, on all ranks. first: at most what `send` returned.
         Raises RankError if a rank fails.
         """
-        arrays: Arrays = {"inputs": staging.whole.numpy()}
+        arrays: Arrays = {"inputs": staging.flat.numpy()}
         for each in first:
             assert isinstance(each, TableEntries)
             number = self.tables.index(each.table)

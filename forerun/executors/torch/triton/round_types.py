@@ -58,13 +58,13 @@ class Accepted:
     """The accepted paths of a round's rows.
 
     choices  int32[M] of all nodes
-    kept     bool[R,N] nodes on the accepted path of a decided row, including its root
+    on_path  bool[R,N] nodes on the accepted path of a decided row, including its root
     count    int32[R] length of the path in nodes
     last     int32[R] node within the row at which the path ends; 0 without a path
     """
 
     choices: Tensor
-    kept: Tensor
+    on_path: Tensor
     count: Tensor
     last: Tensor
 

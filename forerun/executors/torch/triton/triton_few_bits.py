@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forerun.checkpoints.kept import PARTS, SCRATCH
+from forerun.checkpoints.quantised_matrices import PARTS, SCRATCH
 from forerun.executors.torch.decoder.few_bits import COLUMNS, FEW, FewBits
 from forerun.executors.torch.triton.triton_layers import gate, gated
 from forerun.networks.layer_spec import CLAMP, CLAMP_SLOPE

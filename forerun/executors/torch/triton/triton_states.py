@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from forerun.executors.torch.attention.state_nodes import (
-    KeptNodes,
     KnownNodes,
+    PathNodes,
     StateNodes,
     StateTables,
 )
@@ -303,7 +303,7 @@ def advance(
     states: StateTables,
     nodes: StateNodes,
     past: Tensor,
-    path: KeptNodes,
+    path: PathNodes,
 ) -> None:
     """Make paths permanent in all layers: see state_nodes.Advance. Asynchronous."""
     matrices, heads = states.matrices, about.value_heads
@@ -311,7 +311,7 @@ def advance(
     rows, (layers, most, channels) = len(nodes.count), numbers.mixed.shape
     _advance[rows, heads * triton.cdiv(about.value_size, COLUMNS), layers](
         *(numbers.mixed, numbers.gates, numbers.kernel, numbers.rate, numbers.step),
-        *(states.windows, matrices, nodes.slots, past, nodes.count, path.kept.view(torch.int8)),
+        *(states.windows, matrices, nodes.slots, past, nodes.count, path.on_path.view(torch.int8)),
         *(path.depth, path.kv_len, path.copies, channels, heads, about.key_heads),
         *(len(nodes.parents) // rows, most, matrices.shape[1]),
         **_constants(about),
@@ -364,13 +364,13 @@ def _shift(
 
 
 def shift(
-    mixed: Tensor, states: StateTables, nodes: StateNodes, past: Tensor, path: KeptNodes
+    mixed: Tensor, states: StateTables, nodes: StateNodes, past: Tensor, path: PathNodes
 ) -> None:
     """Move windows to the ends of paths in all layers: see state_nodes.Shift. Asynchronous."""
     rows, (layers, most, channels) = len(nodes.count), mixed.shape
     width = past.shape[1]
     _shift[rows, triton.cdiv(channels, BLOCK), layers](
-        *(mixed, states.windows, nodes.slots, past, nodes.count, path.kept.view(torch.int8)),
+        *(mixed, states.windows, nodes.slots, past, nodes.count, path.on_path.view(torch.int8)),
         *(path.depth, path.kv_len, path.copies, channels, len(nodes.parents) // rows, most),
         states.windows.shape[1],
         W=width,

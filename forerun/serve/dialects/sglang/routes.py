@@ -151,7 +151,7 @@ SGLANG_ROUTES = [
 
 def _is_called(session: GenerationSession, name: str) -> bool:
     generation = session.generation
-    return name == generation.id or name in generation.given
+    return name == generation.id or name in generation.client_ids
 
 
 def _sglang_names(served: Served, stats: Stats) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def together(parts: list[Generation], rids: tuple[str, ...]) -> Generation:
         requests=tuple(request for part in parts for request in part.requests),
         lossy=next((part.lossy for part in parts if part.lossy), None),
         ignored=tuple(dict.fromkeys(name for part in parts for name in part.ignored)),
-        given=rids,
+        client_ids=rids,
     )
 
 

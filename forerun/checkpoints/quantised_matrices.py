@@ -27,7 +27,7 @@ class InGroups(Protocol):
         ...
 
 
-_KEPT = re.compile(
+_STACKED = re.compile(
     r"model\.layers\.\d+\.(self_attn|mlp|mlp\.shared_expert)\."
     r"((q|k|v|o|gate|up|down|q_a|q_b)_proj|kv_a_proj_with_mqa)\.weight"
 )
@@ -42,26 +42,26 @@ def grouped_of(checkpoint: Checkpoint, name: str) -> Grouped | None:
     return grouped if grouped is not None else _of_packed(checkpoint, name)
 
 
-def kept_matrix(checkpoint: Checkpoint, name: str) -> Grouped | None:
+def quantised_matrix(checkpoint: Checkpoint, name: str) -> Grouped | None:
     """Return the matrix of that name if products can read its format; None if they cannot, because
     of its name, its format or its size.
     """
-    if _KEPT.fullmatch(name) is None:
+    if _STACKED.fullmatch(name) is None:
         return None
     grouped = grouped_of(checkpoint, name)
     return grouped if grouped is not None and grouped.block else None
 
 
-def keeps(checkpoint: Checkpoint) -> bool:
+def has_quantised_matrices(checkpoint: Checkpoint) -> bool:
     """Return whether any matrix of the checkpoint can stay quantised."""
-    return any(kept_matrix(checkpoint, name) is not None for name in checkpoint.names())
+    return any(quantised_matrix(checkpoint, name) is not None for name in checkpoint.names())
 
 
-def kept_matrices(checkpoint: Checkpoint) -> dict[str, Grouped]:
-    """Return all matrices that `kept_matrix` returns, by name. Reads headers and orders of
+def quantised_matrices(checkpoint: Checkpoint) -> dict[str, Grouped]:
+    """Return all matrices that `quantised_matrix` returns, by name. Reads headers and orders of
     columns.
     """
-    pairs = ((name, kept_matrix(checkpoint, name)) for name in checkpoint.names())
+    pairs = ((name, quantised_matrix(checkpoint, name)) for name in checkpoint.names())
     return {name: matrix for name, matrix in pairs if matrix is not None}
 
 
@@ -74,16 +74,16 @@ PARTS = 1 << 25
 """Most bytes of scratch for programs that share tiles of few rows, there."""
 
 
-def saved_bytes(kept: Iterable[Grouped], item: int) -> int:
+def saved_bytes(matrices: Iterable[Grouped], item: int) -> int:
     """Return how many bytes fewer these matrices take than with `item` bytes per number."""
-    return sum(item * math.prod(matrix.shape) - matrix.bytes for matrix in kept)
+    return sum(item * math.prod(matrix.shape) - matrix.bytes for matrix in matrices)
 
 
-def kept_sentence(kept: Mapping[str, Grouped]) -> str:
+def quantised_sentence(matrices: Mapping[str, Grouped]) -> str:
     """Return a sentence, for users, on which matrices stay as stored in the file."""
-    if not kept:
+    if not matrices:
         return "all weights are widened: no matrix has a quantised format that kernels can use"
-    counts = Counter(matrix.title() for matrix in kept.values())
+    counts = Counter(matrix.title() for matrix in matrices.values())
     parts = [f"{title} ({count} matrices)" for title, count in counts.most_common()]
     return f"weights {', '.join(parts)} as in the file, all others widened"
 

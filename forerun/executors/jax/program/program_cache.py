@@ -1,4 +1,4 @@
-"""Compiled programs of earlier starts, in a folder: a program found there is neither traced nor
+"""The compiled programs of earlier starts, in a folder: a program found there is neither traced nor
 lowered.
 
 JAX's own cache is keyed by the lowered program, so a start that finds everything there still traces
@@ -28,7 +28,7 @@ from forerun.machine import cpu_identity
 log = logging.getLogger("forerun.executors.jax")
 
 KEPT = 16
-"""Settings whose programs are kept: each model, shape of drafts or version is one."""
+"""Settings whose programs are cached: each model, shape of drafts or version is one."""
 _HIT = "/jax/compilation_cache/cache_hits"
 _DIGEST = hashlib.sha256().digest_size
 _VARIABLES = "XLA_FLAGS", "LIBTPU_INIT_ARGS"
@@ -55,7 +55,7 @@ def _listen() -> None:
     jax.monitoring.register_event_listener(count_hit)
 
 
-class KeptPrograms:
+class ProgramCache:
     """The stored programs of one setting.
 
     folder   of all settings; it need not exist
@@ -83,17 +83,17 @@ class KeptPrograms:
         trees  of its arguments and of its result (jax.tree.structure)
         """
         try:
-            whole = self._path(key).read_bytes()
+            content = self._path(key).read_bytes()
         except OSError:
             return None
-        digest, program = whole[:_DIGEST], whole[_DIGEST:]
+        digest, program = content[:_DIGEST], content[_DIGEST:]
         if hashlib.sha256(program).digest() != digest:
             return None
         backend = self._devices[0].client
         try:
             return deserialize_and_load(program, *trees, backend, self._devices)
         except (RuntimeError, ValueError, KeyError) as error:
-            log.warning("the kept program %s is compiled again: %s", key.kind, error)
+            log.warning("the cached program %s is compiled again: %s", key.kind, error)
             return None
 
     def store(self, key: Key, program: Any) -> None:
@@ -101,12 +101,12 @@ class KeptPrograms:
         path = self._path(key)
         part = path.with_suffix(f".{os.getpid()}")
         try:
-            whole = serialize(program)[0]
+            content = serialize(program)[0]
             path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(hashlib.sha256(whole).digest() + whole)
+            part.write_bytes(hashlib.sha256(content).digest() + content)
             part.replace(path)
         except (OSError, ValueError, NotImplementedError) as error:
-            log.info("the program %s is not kept: %s", key.kind, error)
+            log.info("the program %s is not cached: %s", key.kind, error)
             part.unlink(missing_ok=True)
 
     def _path(self, key: Key) -> Path:
