@@ -225,8 +225,8 @@ def _with_windows(
     rest = left - windows * page * needs.windowed
     # Where every layer has a window, tokens behind it cost nothing.
     room = rest // token if token else (wanted + page) * (rest >= 0)
-    kept = min(wanted, left // needs.per_token)  # Tokens if every page is kept.
-    return (room, windows) if windows * page < wanted and room > kept else None
+    unwindowed = min(wanted, left // needs.per_token)  # Tokens if every page is kept.
+    return (room, windows) if windows * page < wanted and room > unwindowed else None
 
 
 def _window_pages(config: EngineConfig, needs: Needs, step: int, spare: int, fewest: int) -> int:

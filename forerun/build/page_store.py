@@ -116,12 +116,12 @@ def attach_store(
     if executor.pages is not None:
         store = PageStore(folder, fingerprint, tokens, content)
         beside: DiskRecords | None = None
-        kept = partial(PageStore, folder, fingerprint, tokens)
+        open_store = partial(PageStore, folder, fingerprint, tokens)
         if (states := executor.state_contents) is not None:
-            beside = DiskStates(kept(states.state_bytes, "states"), states, config.page_size)
+            beside = DiskStates(open_store(states.state_bytes, "states"), states, config.page_size)
         elif (windows := executor.window_contents) is not None:
             size = windows.window_page_bytes
-            beside = DiskWindows(kept(size, "windows"), windows, config.page_size)
+            beside = DiskWindows(open_store(size, "windows"), windows, config.page_size)
         engine.attach_store(store, beside=beside)
         about = [f"{len(store) * config.page_size:,} tokens of this model"]
     learnt = Learnt(

@@ -109,12 +109,12 @@ def forget(name: str) -> int:
     return removed
 
 
-def find(asked: EngineConfig, resolved: EngineConfig) -> Setting | None:
+def find(requested: EngineConfig, resolved: EngineConfig) -> Setting | None:
     """Return the stored setting for `resolved`; None if there is none, or if the user `asked` for
     one of its fields. An unreadable file counts as none.
     """
     usual = EngineConfig()
-    if any(getattr(asked, name) != getattr(usual, name) for name in _TUNED):
+    if any(getattr(requested, name) != getattr(usual, name) for name in _TUNED):
         return None
     try:
         setting = Setting(**json.loads(path_of(resolved).read_text())["setting"])

@@ -119,9 +119,9 @@ def _kept_needs(config: EngineConfig, checkpoint: Checkpoint, needs: Needs) -> N
     """
     if config.dtype != "file":
         return needs
-    kept = quantised_matrices(checkpoint).values()
-    scratch = 2 * (SCRATCH + PARTS) * bool(kept)
-    weights = needs.weights - saved_bytes(kept, item_bytes(config))
+    matrices = quantised_matrices(checkpoint).values()
+    scratch = 2 * (SCRATCH + PARTS) * bool(matrices)
+    weights = needs.weights - saved_bytes(matrices, item_bytes(config))
     return replace(needs, weights=weights, fixed=needs.fixed + scratch)
 
 

@@ -52,9 +52,9 @@ class RowSums:
         rows = numbers.view("<u4").reshape(-1, *self._key.shape)
         sums = np.empty(len(rows), np.uint64)
         for begin in range(0, len(rows), ROWS):
-            some = rows[begin : begin + ROWS]
-            mixed = np.add(some, self._key, out=self._mixed[: len(some)])
-            products = self._products[: len(some)]
+            block = rows[begin : begin + ROWS]
+            mixed = np.add(block, self._key, out=self._mixed[: len(block)])
+            products = self._products[: len(block)]
             np.multiply(mixed[:, 0], mixed[:, 1], out=products, dtype=np.uint64)
             products.sum(axis=1, out=sums[begin : begin + ROWS])
         return sums

@@ -80,8 +80,8 @@ def floats_of(kind: str, rows: NDArray[np.uint8]) -> Floats:
         blocks = rows.reshape(-1, STORAGE[kind].size)
         scales = blocks[:, :2].copy().view("<f2").astype(np.float32)
         codes = blocks[:, 2:, None] >> np.arange(0, 8, bits, dtype=np.uint8) & (len(levels) - 1)
-        made: Floats = levels[codes].reshape(len(blocks), -1) * scales
-        return made.reshape(len(rows), -1)
+        values: Floats = levels[codes].reshape(len(blocks), -1) * scales
+        return values.reshape(len(rows), -1)
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 

@@ -195,10 +195,10 @@ class _Machine:
     def call(self) -> None:
         """Call a name that may be called, with the arguments on the stack."""
         arguments, function = self.pop(), self.pop()
-        made = _CALLS.get(function.text) if isinstance(function, _Name) else None
-        if made is None or type(arguments) is not tuple:
+        constructor = _CALLS.get(function.text) if isinstance(function, _Name) else None
+        if constructor is None or type(arguments) is not tuple:
             raise ModelError("it calls a function that a table of tensors does not need")
-        self.push(made(arguments))
+        self.push(constructor(arguments))
 
     def state(self) -> None:
         """Drop the attributes of a table of tensors: `_metadata`, which is not needed."""

@@ -167,7 +167,7 @@ def keep_answers(path: Path) -> dict[str, int]:
     if path.exists() and not path.is_file():
         raise ConfigError(f"--out {path} cannot be used: it is a folder or a device, not a file.")
     answered: dict[str, int] = {}
-    kept: list[str] = []
+    lines: list[str] = []
     try:
         path.touch()
         *texts, cut = path.read_text(encoding="utf-8").split("\n")
@@ -183,9 +183,9 @@ def keep_answers(path: Path) -> dict[str, int]:
             status = answer.get("status_code") if known else None
             if isinstance(status, int) and status < FAILED:
                 answered[str(line.get("custom_id"))] = status
-                kept.append(text + "\n")
+                lines.append(text + "\n")
         part = path.with_name(f"{path.name}.part")
-        part.write_text("".join(kept), encoding="utf-8")
+        part.write_text("".join(lines), encoding="utf-8")
         part.replace(path)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--out {path} cannot be used: {error}.") from error

@@ -266,9 +266,11 @@ class Requests:
         # Both sides of a repeat get requests of the same lengths.
         random = np.random.default_rng(list(tag.encode()))
         prompts: Iterable[Prompt] = cycle(spread(sweep.prompts, min(count, len(sweep.prompts))))
-        if (made := self._made) is not None and (longest := sweep.lengths.prompt) is not None:
+        if (made_prompts := self._made) is not None and (
+            longest := sweep.lengths.prompt
+        ) is not None:
             lengths = [sweep.lengths.draw(longest, random) for _ in range(count)]
-            prompts = [made.make(length - LABEL_TOKENS, random) for length in lengths]
+            prompts = [made_prompts.make(length - LABEL_TOKENS, random) for length in lengths]
         bodies: list[dict[str, Any]] = []
         for index, prompt in enumerate(islice(prompts, count)):
             ask = self._ask

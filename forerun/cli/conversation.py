@@ -76,9 +76,9 @@ class Conversation:
         return [*system, *turns]
 
     def _answer(self, turns: list[Turn]) -> Completion:
-        prompt, kept = self._fitted(turns)
-        if len(kept) < len(turns):
-            dropped = len(turns) - len(kept)
+        prompt, fitted = self._fitted(turns)
+        if len(fitted) < len(turns):
+            dropped = len(turns) - len(fitted)
             self._tell(f"the context is full: the oldest {dropped} messages are dropped")
         options = self.ask.options(self.loaded.target.sampling)
         options["seed"] = (options["seed"] + self._asked) % 2**63
@@ -87,7 +87,7 @@ class Conversation:
         self._asked += 1
         answer = Completion()
         self._stream(answer, prompt, options)
-        self.turns = [*kept, {"role": "assistant", "content": answer.text}]
+        self.turns = [*fitted, {"role": "assistant", "content": answer.text}]
         self.done.append(answer)
         return answer
 

@@ -110,9 +110,9 @@ def compared(loaded: Loaded, request: Request) -> list[tuple[Timed, Timed]]:
     """
     plain = replace(request, speculation=Speculation(enabled=False))
 
-    def again(asked: Request, number: int) -> Timed:
+    def again(single: Request, number: int) -> Timed:
         # The engine may not have finished the last step when its delta arrives.
-        return answered(loaded, replace(asked, id=RequestId(f"{request.id}-{number}")))
+        return answered(loaded, replace(single, id=RequestId(f"{request.id}-{number}")))
 
     return [(again(plain, 2 * number), again(request, 2 * number + 1)) for number in range(ROUNDS)]
 

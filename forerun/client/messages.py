@@ -53,9 +53,9 @@ class Problem(msgspec.Struct):
         """Return the error, as an instance of the class that `kind` names."""
         if self.kind == "ImportError":
             return ImportError(self.message, name=self.fields["name"])
-        made = _KINDS[self.kind](self.message)
-        vars(made).update(self.fields)
-        return made
+        error = _KINDS[self.kind](self.message)
+        vars(error).update(self.fields)
+        return error
 
 
 _KINDS: dict[str, type[ForerunError]] = {

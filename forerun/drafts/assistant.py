@@ -300,10 +300,10 @@ def _source(arch: Architecture, spec: LayerSpec, target: Architecture) -> tuple[
         kind = "no window" if window is None else "a window"
         return 0, f"has {kind}, and no layer of the target has {kind}"
     last = target.layer_specs[alike[-1]]
-    own, kept, widest = arch.cache_of(spec), target.cache_of(last), last.attention.window
+    own, shared, widest = arch.cache_of(spec), target.cache_of(last), last.attention.window
     source = alike[-1] if last.reads is None else last.reads
-    if own != kept:
-        sizes = (f"{c.kv_heads} heads of {c.head_size}" for c in (own, kept))
+    if own != shared:
+        sizes = (f"{c.kv_heads} heads of {c.head_size}" for c in (own, shared))
         return source, "reads {}, the target keeps {}".format(*sizes)
     if window is not None and widest is not None and window > widest:
         return source, f"has a window of {window}, the target's is {widest}"

@@ -51,19 +51,21 @@ def count_ngrams(tokens: AnyArray, wanted: AnyArray, starts: AnyArray, vocab: in
         at, context = at[inside], context[inside]
         key = (context - first) * vocab + tokens[at - order]
         kinds, inverse, counts = np.unique(key, return_inverse=True, return_counts=True)
-        kept = counts >= least
-        number = np.cumsum(kept) - 1
-        extensions.append(np.bincount(kinds[kept] // vocab, minlength=len(earlier[-1])))
+        frequent = counts >= least
+        number = np.cumsum(frequent) - 1
+        extensions.append(np.bincount(kinds[frequent] // vocab, minlength=len(earlier[-1])))
         first += len(earlier[-1])
-        earlier.append(kinds[kept] % vocab)
-        often = kept[inverse]
+        earlier.append(kinds[frequent] % vocab)
+        often = frequent[inverse]
         at, context = at[often], first + number[inverse[often]]
-        told: AnyArray = np.arange(len(at))
+        informative: AnyArray = np.arange(len(at))
         if order < len(SEEN):
             before = at - order - 1
             inside = (before >= 0) & (chat[before] == chat[at])
-            told = _different(context, tokens[at], np.where(inside, tokens[before], vocab))
-        levels.append(_predict(context[told] - first, tokens[at[told]], len(earlier[-1])))
+            informative = _different(context, tokens[at], np.where(inside, tokens[before], vocab))
+        levels.append(
+            _predict(context[informative] - first, tokens[at[informative]], len(earlier[-1]))
+        )
     extensions.append(np.zeros(len(earlier[-1]), np.int64))
     rest, counts, followers, shares = (np.concatenate(part) for part in zip(*levels, strict=True))
     return NgramTable(
@@ -107,8 +109,13 @@ def _predict(
     owner, token, probability = owner[order], token[order], probability[order]
     different = np.bincount(owner, minlength=contexts)
     place = np.arange(len(owner)) - np.append(0, np.cumsum(different))[owner]
-    kept = (place < FOLLOWERS) & (probability >= MIN_PROB)
-    return rest, np.bincount(owner[kept], minlength=contexts), token[kept], probability[kept]
+    selected = (place < FOLLOWERS) & (probability >= MIN_PROB)
+    return (
+        rest,
+        np.bincount(owner[selected], minlength=contexts),
+        token[selected],
+        probability[selected],
+    )
 
 
 def write_ngrams(table: NgramTable, folder: Path) -> bool:

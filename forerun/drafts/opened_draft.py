@@ -92,8 +92,8 @@ class OpenedDraft(Generic[Head]):
         file, stored = self.files[name]
         packed = file.packed(stored)
         assert packed is not None, "a matrix"
-        some = Packed(packed.kind, np.ascontiguousarray(packed.rows[rows]), packed.columns)
-        return some.floats()
+        packed_rows = Packed(packed.kind, np.ascontiguousarray(packed.rows[rows]), packed.columns)
+        return packed_rows.floats()
 
     def tensor(self, name: str) -> Floats:
         """Return a weight as float32 by its canonical name. Raises KeyError for an unknown name,

@@ -256,10 +256,12 @@ def layers_of(
     copies.
     """
     arch = target.architecture
-    kept = {name: item for name, item in found.items() if not copied(name)}
-    kept |= _copies(target, found, count, folder or target.path)
+    tensors = {name: item for name, item in found.items() if not copied(name)}
+    tensors |= _copies(target, found, count, folder or target.path)
     ids = np.arange(arch.vocab, dtype=np.int32) if target_ids is None else target_ids
-    layers = PredictionLayers(target, kept, naming.hidden_first, naming.apart, count, ids, folder)
+    layers = PredictionLayers(
+        target, tensors, naming.hidden_first, naming.apart, count, ids, folder
+    )
     return replace(layers, zeroed=folder is None and arch.family in ZEROED)
 
 
@@ -272,7 +274,7 @@ def _copies(
     """Return the file's embedding and head, by the target's names, if they differ from the
     target's. Raises ModelError if the layers' copies differ.
     """
-    kept: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name in BORROWED:
         copies = [found.get(copy_name(name, layer)) for layer in range(count)]
         stored = [item for item in copies if isinstance(item, StoredTensor)]
@@ -283,8 +285,8 @@ def _copies(
                 f"{where}: {odd[0].name} is another than that of the other prediction layers, "
                 "which share one embedding and one head"
             )
-        kept |= {name: others[0]} if others else {}
-    return kept
+        tensors |= {name: others[0]} if others else {}
+    return tensors
 
 
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:

@@ -37,10 +37,12 @@ class VocabularyMap:
         """Return the map with only the target ids `token_map` int32[n] (FR-Spec). Raises ModelError
         if none is left.
         """
-        kept = np.isin(self.target_ids, token_map)
-        if not kept.any():
+        inside = np.isin(self.target_ids, token_map)
+        if not inside.any():
             raise ModelError("the token map names no token that the draft model has")
-        return VocabularyMap(self.inputs, self.own_ids[kept], self.target_ids[kept], self.shared)
+        return VocabularyMap(
+            self.inputs, self.own_ids[inside], self.target_ids[inside], self.shared
+        )
 
     def every(self, own: int) -> bool:
         """Return whether all `own` ids of the draft may be proposed, so that its head needs no

@@ -149,9 +149,9 @@ class Learning:
     def _work(self) -> None:
         try:
             for journal, payload in self._jobs():
-                kept = not self._refused and self._append(journal, payload)
-                self._written += kept
-                self._dropped += not kept
+                stored = not self._refused and self._append(journal, payload)
+                self._written += stored
+                self._dropped += not stored
         except Exception:
             log.exception("kv-store: what is learnt is not written any more")
         finally:

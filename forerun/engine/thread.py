@@ -183,8 +183,8 @@ class Engine(EngineLoop):
         """
         scheduler, executor = self._core.scheduler, self._parts.executor
         assert executor.pages is not None
-        kept = executor.state_contents, executor.window_contents
-        assert (beside is None) == (kept == (None, None))
+        contents = executor.state_contents, executor.window_contents
+        assert (beside is None) == (contents == (None, None))
         scheduler.disk = DiskPages(
             store,
             executor.pages,
@@ -296,8 +296,11 @@ class Engine(EngineLoop):
     def describe(self) -> dict[str, Any]:
         """Return facts for /server_info: drafter and policy."""
         parts = self._parts
-        kept = {"kept": self._learning.describe()} if self._learning is not None else {}
-        return {"drafter": parts.drafter.describe(), "speculation": parts.policy.describe()} | kept
+        learning = {"kept": self._learning.describe()} if self._learning is not None else {}
+        return {
+            "drafter": parts.drafter.describe(),
+            "speculation": parts.policy.describe(),
+        } | learning
 
     def check(self) -> None:
         """Raise AssertionError if a page, slot or sequence leaked. Call it on the engine's thread,

@@ -195,10 +195,10 @@ def _snapshot(
     try:
         _check_answer(repository, revision)
     except DownloadError:
-        kept = here(repository, cache, revision)
-        if kept is None:
+        cached = here(repository, cache, revision)
+        if cached is None:
             raise
-        return kept
+        return cached
     try:
         folder = huggingface_hub.snapshot_download(
             repository, revision=revision, allow_patterns=patterns, cache_dir=cache

@@ -107,13 +107,13 @@ class CaseSource:
         """Draw 1 to 9 requests with any sampling parameters, arriving within 40 steps. Some share a
         prompt, so that the prefix cache is used; some are aborted. Advances the random generator.
         """
-        made: list[FuzzRequest] = []
+        requests: list[FuzzRequest] = []
         for _ in range(int(self._random.integers(1, 10))):
-            again = made and self._random.random() < 0.3
-            prompt = self._pick(*(one.prompt for one in made)) if again else self._prompt()
+            again = requests and self._random.random() < 0.3
+            prompt = self._pick(*(one.prompt for one in requests)) if again else self._prompt()
             arrives = int(self._random.integers(0, 40))
             aborts = arrives + int(self._random.integers(1, 30))
-            made.append(
+            requests.append(
                 FuzzRequest(
                     prompt=prompt,
                     options=self._options(),
@@ -123,7 +123,7 @@ class CaseSource:
                     aborts=aborts if self._random.random() < 0.15 else None,
                 )
             )
-        return tuple(made)
+        return tuple(requests)
 
     def _prompt(self) -> tuple[int, ...]:
         text: Ints = self._texts[int(self._random.integers(len(self._texts)))]

@@ -89,14 +89,14 @@ def _layers(
     )
     rope = rope_from(keys, sizes.context, theta=keys.real("theta", _THETA))
     keys.require("theta", rope.theta)
-    made = []
+    layers = []
     for kind, feed_forward in zip(_kinds(keys, sizes, listed), feed_forwards, strict=True):
         spec = LayerSpec(plain_attention(sizes), rope, feed_forward)
         attends = kind == FULL
-        made.append(
+        layers.append(
             replace(spec, qk_norm=True) if attends else replace(spec, recurrent=convolution)
         )
-    return tuple(made)
+    return tuple(layers)
 
 
 def _kinds(keys: Keys, sizes: ArchitectureSizes, listed: object) -> list[str]:

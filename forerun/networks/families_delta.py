@@ -72,14 +72,14 @@ def _layers(
     )
     attention = replace(plain_attention(sizes), gated=True)
     rope = rope_from(keys, sizes.context, head_size=sizes.head_size, share=0.25, ignored=OF_IMAGES)
-    made = []
+    layers = []
     for kind, feed_forward in zip(_kinds(keys, sizes), feed_forwards, strict=True):
         spec = LayerSpec(attention, rope, feed_forward)
         if kind == LINEAR:
-            made.append(replace(spec, recurrent=delta))
+            layers.append(replace(spec, recurrent=delta))
         else:
-            made.append(replace(spec, qk_norm=True, qkv_bias=biased, o_bias=biased))
-    return tuple(made)
+            layers.append(replace(spec, qk_norm=True, qkv_bias=biased, o_bias=biased))
+    return tuple(layers)
 
 
 def _kinds(keys: Keys, sizes: ArchitectureSizes) -> list[str]:

@@ -197,11 +197,11 @@ def deepseek_v2(keys: Keys, sizes: ArchitectureSizes) -> Layers:
     if method not in ("greedy", "group_limited_greedy"):
         raise keys.unfit("topk_method", method, "greedy or group_limited_greedy")
     groups = optional_integer(keys, "n_group", 1) or 1
-    kept = optional_integer(keys, "topk_group", groups) or groups
+    topk_group = optional_integer(keys, "topk_group", groups) or groups
     if method == "greedy":
-        groups = kept = 1
+        groups = topk_group = 1
     scale = keys.real("routed_scaling_factor", 1.0)
-    router = Router("softmax", scale=scale, groups=groups, topk_group=kept, summed=1)
+    router = Router("softmax", scale=scale, groups=groups, topk_group=topk_group, summed=1)
     return _mixed(keys, sizes, _latent(keys, sizes, True), router, first=0, shared=2)
 
 
@@ -234,15 +234,15 @@ def _latent(keys: Keys, sizes: ArchitectureSizes, paired: bool) -> LayerSpec:
     )
 
 
-def _sigmoids(keys: Keys, groups: int, kept: int) -> Router:
-    """Return DeepSeek-V3's router. groups, kept: defaults of the keys."""
+def _sigmoids(keys: Keys, groups: int, topk_group: int) -> Router:
+    """Return DeepSeek-V3's router. groups, topk_group: defaults of the keys."""
     return Router(
         "sigmoid",
         keys.flag("norm_topk_prob", True),
         keys.real("routed_scaling_factor", 1.0),
         correction=True,
         groups=keys.integer("n_group", groups),
-        topk_group=keys.integer("topk_group", kept),
+        topk_group=keys.integer("topk_group", topk_group),
     )
 
 

@@ -94,8 +94,8 @@ def _latent_tensors(tensors: _Tensors, spec: LayerSpec, hidden: int, heads: int)
         tensors.matrix("self_attn.q_a_proj", latent.query_rank, hidden, spec.qkv_bias)
         tensors.norm("self_attn.q_a_layernorm", latent.query_rank)
         tensors.matrix("self_attn.q_b_proj", queries, latent.query_rank)
-    kept = latent.rank + latent.rope
-    tensors.matrix("self_attn.kv_a_proj_with_mqa", kept, hidden, spec.qkv_bias)
+    width = latent.rank + latent.rope
+    tensors.matrix("self_attn.kv_a_proj_with_mqa", width, hidden, spec.qkv_bias)
     tensors.norm("self_attn.kv_a_layernorm", latent.rank)
     out_of = heads * (latent.nope + latent.value)
     tensors.matrix("self_attn.kv_b_proj", out_of, latent.rank)

@@ -251,7 +251,7 @@ def _yarn(powers: Floats, scaling: Yarn, theta: float, head_size: int) -> Floats
         high += 0.001
     steps = np.arange(head_size // 2, dtype=np.float32)
     keep = 1 - np.clip((steps - low) / (high - low), 0, 1)
-    kept = np.float32(1.0) / powers
+    extrapolated = np.float32(1.0) / powers
     interpolated = np.float32(1.0) / (np.float32(scaling.factor) * powers)
-    blend: Floats = interpolated * (1 - keep) + kept * keep
+    blend: Floats = interpolated * (1 - keep) + extrapolated * keep
     return blend

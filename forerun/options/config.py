@@ -320,8 +320,12 @@ class EngineConfig:
         self._check_speculation()
         self._check_device()
         chosen = self.executor in ("cpu", "torch", "jax") and self.dtype != "auto"
-        kept = self.dtype == "file" and self.executor == "torch"
-        if chosen and not kept and (self.dtype in NATIVE_DTYPES) != (self.executor == "cpu"):
+        keeps_format = self.dtype == "file" and self.executor == "torch"
+        if (
+            chosen
+            and not keeps_format
+            and (self.dtype in NATIVE_DTYPES) != (self.executor == "cpu")
+        ):
             native, formats = ", ".join(NATIVE_DTYPES), "float32, bfloat16, float16"
             able = {"cpu": native, "torch": f"file, {formats}, float8"}.get(self.executor, formats)
             raise ConfigError(
@@ -389,8 +393,8 @@ class EngineConfig:
             )
 
     def _check_speculation(self) -> None:
-        asked = (self.speculative_num_steps, self.speculative_eagle_topk)
-        check_shape(self.algorithm, *asked, self.speculative_num_draft_tokens)
+        shape = (self.speculative_num_steps, self.speculative_eagle_topk)
+        check_shape(self.algorithm, *shape, self.speculative_num_draft_tokens)
         named = self.speculative_token_map not in (None, "", "none")
         if named and self.speculates and not self.algorithm.model:
             raise ConfigError(
@@ -659,6 +663,6 @@ class AskConfig:
         """Return every field with a value, by name: the requested one, else the model's
         recommendation, else the neutral one (NEUTRAL).
         """
-        asked = {item.name: getattr(self, item.name) for item in fields(self)}
-        given = {name: value for name, value in asked.items() if value is not None}
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        given = {name: value for name, value in values.items() if value is not None}
         return {**NEUTRAL, **recommended, **given}

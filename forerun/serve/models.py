@@ -186,11 +186,11 @@ class Models:
         received = await self._received(request)
         if self.draining:  # It may have begun to while the body came.
             raise shutting_down()
-        asked = received.value if isinstance(received.value, dict) else {}
-        entry = self.named(asked.get("model") or asked.get("name"))
+        body = received.value if isinstance(received.value, dict) else {}
+        entry = self.named(body.get("model") or body.get("name"))
         if received.fault is not None and not entry.ready:  # Any web page may send no body.
             raise _not_loaded(entry) if scope["path"] in BODILESS else received.fault
-        keep = self._kept(asked["keep_alive"]) if "keep_alive" in asked else None
+        keep = self._kept(body["keep_alive"]) if "keep_alive" in body else None
 
         async def sending(message: Message) -> None:
             taken = message["type"] == "http.response.start" and message["status"] < 400

@@ -88,25 +88,25 @@ def without_controls(spec: Spec, controls: set[str]) -> Spec:
     vocabulary, with their ids.
     """
     model = dict(spec["model"])
-    kept = [token for token in spec.get("added_tokens") or [] if token["content"] not in controls]
+    added = [token for token in spec.get("added_tokens") or [] if token["content"] not in controls]
     model["vocab"] = dict(model["vocab"])
     for text in controls - {model.get("unk_token")}:
         model["vocab"].pop(text, None)
-    model["vocab"] |= {token["content"]: token["id"] for token in kept}
+    model["vocab"] |= {token["content"]: token["id"] for token in added}
     ends = {control[at:] for control in controls for at in range(1, len(control))}
     model["merges"] = [
         (left, right)
         for left, right in _pairs(model["merges"])
         if right not in ends or left + right not in controls
     ]
-    return spec | {"model": model, "added_tokens": kept, "post_processor": None}
+    return spec | {"model": model, "added_tokens": added, "post_processor": None}
 
 
 def _for_places(spec: Spec) -> dict[TextPlace, tokenizers.Tokenizer]:
     """Return an encoder for each place, which share one model; the same one for all if places make
     no difference.
     """
-    made: list[tuple[Spec, tokenizers.Tokenizer]] = []
+    encoders: list[tuple[Spec, tokenizers.Tokenizer]] = []
     found: dict[TextPlace, tokenizers.Tokenizer] = {}
     model = _bpe(spec["model"])
     for place in TextPlace:
@@ -114,9 +114,9 @@ def _for_places(spec: Spec) -> dict[TextPlace, tokenizers.Tokenizer]:
             name: _mapped(spec.get(name), partial(_at, place))
             for name in ("normalizer", "pre_tokenizer")
         }
-        same = next((encoder for known, encoder in made if known == steps), None)
+        same = next((encoder for known, encoder in encoders if known == steps), None)
         found[place] = same or _encoder(model, steps, spec.get("added_tokens") or [])
-        made.append((steps, found[place]))
+        encoders.append((steps, found[place]))
     return found
 
 
@@ -179,8 +179,8 @@ def _mapped(step: Spec | None, change: Callable[[Spec], Spec | None]) -> Spec | 
     if not step or step.get("type") != "Sequence" or not members:
         return change(step) if step else None
     name = members.pop()
-    kept = [new for inner in step[name] or [] if (new := _mapped(inner, change)) is not None]
-    return step | {name: kept}
+    steps = [new for inner in step[name] or [] if (new := _mapped(inner, change)) is not None]
+    return step | {name: steps}
 
 
 def built(spec: Spec) -> tokenizers.Tokenizer:

@@ -133,9 +133,9 @@ def _without_twins(
     twins = {id: token for id, token in enumerate(tokens) if not token or spelled[token] != id}
     if not twins:
         return {}, types
-    kept = [UNUSED if id in twins else kind for id, kind in enumerate(types)]
+    kinds = [UNUSED if id in twins else kind for id, kind in enumerate(types)]
     texts = {id: "" if types[id] == CONTROL else token for id, token in twins.items()}
-    return texts, kept
+    return texts, kinds
 
 
 def _byte_level(
@@ -259,8 +259,8 @@ def derived_merges(
 
 def _vocab(tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
     """Return the vocabulary without the entries that only pad the table."""
-    kept = np.flatnonzero(np.asarray(types) != UNUSED).tolist()
-    return dict(zip(map(tokens.__getitem__, kept), kept, strict=True))
+    used = np.flatnonzero(np.asarray(types) != UNUSED).tolist()
+    return dict(zip(map(tokens.__getitem__, used), used, strict=True))
 
 
 def _added(index: int, text: str, special: bool) -> dict[str, Any]:

@@ -74,9 +74,9 @@ def length_bound(
     )
     exact = len(single) == 256 and not swallowing
     exact = exact and not any(step.get("type") in _COMPOSING for step in normalizers)
-    kept = not swallowing and single.issuperset(_SPACE)
-    kept = kept and not any(step.get("type") == "Strip" for step in normalizers)
-    return LengthBound(longest, not exact, _most(tokens, _spaces) if kept else 0)
+    counts_spaces = not swallowing and single.issuperset(_SPACE)
+    counts_spaces = counts_spaces and not any(step.get("type") == "Strip" for step in normalizers)
+    return LengthBound(longest, not exact, _most(tokens, _spaces) if counts_spaces else 0)
 
 
 def _most(tokens: Iterable[bytes], count: Callable[[bytes], int]) -> int:
@@ -104,5 +104,5 @@ def _keeps_ascii(step: dict[str, Any]) -> bool:
 
 def _cuts_only(step: dict[str, Any]) -> bool:
     """Return whether a pre-tokenizer removes nothing but white space."""
-    kept = str(step.get("behavior", "Isolated")).lower() != "removed"
-    return step.get("type") in _CUTTING and kept
+    keeps = str(step.get("behavior", "Isolated")).lower() != "removed"
+    return step.get("type") in _CUTTING and keeps

@@ -53,8 +53,8 @@ def without_foreign(spec: dict[str, Any], most: int) -> dict[str, Any]:
     foreign = {token["content"] for token in added if int(token["id"]) >= most}
     vocab = spec["model"].get("vocab") or {}
     known = {text: id for text, id in vocab.items() if text not in foreign}
-    kept = [token for token in added if token["content"] not in foreign]
-    return spec | {"added_tokens": kept, "model": spec["model"] | {"vocab": known}}
+    remaining = [token for token in added if token["content"] not in foreign]
+    return spec | {"added_tokens": remaining, "model": spec["model"] | {"vocab": known}}
 
 
 def check_limits(spec: dict[str, Any]) -> None:

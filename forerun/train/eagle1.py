@@ -95,14 +95,14 @@ def regression_loss(
     steps = turns(batch.loss_mask, plan, seed, true.device)
     total = torch.zeros((), dtype=torch.float32, device=true.device)
     scores = []
-    for step, (made, turn) in enumerate(
+    for step, (output, turn) in enumerate(
         zip(unrolled(head, batch.tokens, read, embed, steps), steps, strict=True)
     ):
         # Row q predicts the state at q + step + 1, which gives the logits of the next token.
         rows, teachers = turn.scored, turn.rows[turn.scored] + step + 1
-        entropy, score = step_loss(made, rows, teachers, head.lm_head.weight, batch, vocabulary)
+        entropy, score = step_loss(output, rows, teachers, head.lm_head.weight, batch, vocabulary)
         predicted, teacher_states = (
-            made.index_select(0, rows).float(),
+            output.index_select(0, rows).float(),
             true.index_select(0, teachers),
         )
         numbers = max(predicted.numel(), 1)

@@ -270,11 +270,11 @@ class Anchors:
     """The blocks that a batch is trained on.
 
     places  int64[B,N]  position of each block's root; 0 for missing blocks
-    kept    bool[B,N]   whether the block exists
+    valid   bool[B,N]   whether the block exists
     """
 
     places: Tensor
-    kept: Tensor
+    valid: Tensor
 
     @staticmethod
     def drawn(loss_mask: Tensor, most: int, seed: int) -> "Anchors":
@@ -288,8 +288,8 @@ class Anchors:
         noise = torch.rand(loss_mask.shape, generator=torch.Generator().manual_seed(seed))
         value, place = noise.masked_fill(~begins, torch.inf).sort(1)
         count = min(most, loss_mask.shape[1])
-        kept = value[:, :count] < torch.inf
-        return Anchors(place[:, :count].masked_fill(~kept, 0), kept)
+        valid = value[:, :count] < torch.inf
+        return Anchors(place[:, :count].masked_fill(~valid, 0), valid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,16 +327,16 @@ def block_loss(
     """
     device = batch.tokens.device
     chosen = Anchors.drawn(batch.loss_mask, plan.anchors, seed)
-    anchors = Anchors(chosen.places.to(device), chosen.kept.to(device))
+    anchors = Anchors(chosen.places.to(device), chosen.valid.to(device))
     head, first = drafter.head, 0 if drafter.head.anchored else 1
     read = _read(drafter, batch, embed, anchors)[:, :, first:]
     weight = drafter.lm_head.weight if head.own_head else vocabulary.rows
     length, depth = batch.tokens.shape[1], head.depth
     total = torch.zeros((), dtype=torch.float32, device=device)
-    scores, alive = [], anchors.kept
+    scores, alive = [], anchors.valid
     loss_mask = batch.loss_mask.to(device)
     row = torch.arange(len(batch.tokens), device=device)[:, None] * length
-    real = anchors.kept
+    real = anchors.valid
     for step in range(depth):
         teacher = (anchors.places + step).clamp(max=length - 1)
         here = (teacher + 1).clamp(max=length - 1)
@@ -368,7 +368,7 @@ def _read(drafter: BlockDrafter, batch: TrainingBatch, embed: Tensor, anchors: A
     head, (texts, count) = drafter.head, anchors.places.shape
     length, device = batch.tokens.shape[1], batch.tokens.device
     before = _rotary(drafter, torch.arange(length, device=device))
-    kept = drafter.context(batch.features.to(drafter.fc.weight.dtype), before)
+    context = drafter.context(batch.features.to(drafter.fc.weight.dtype), before)
     tokens = torch.full((texts, count, head.places), max(head.mask, 0), device=device)
     tokens[:, :, 0] = batch.tokens.gather(1, anchors.places)
     x = drafter.embedded(tokens, embed).flatten(1, 2)
@@ -376,7 +376,7 @@ def _read(drafter: BlockDrafter, batch: TrainingBatch, embed: Tensor, anchors: A
     seen = _seen(head.causal, head.places, anchors, length)
 
     def attend(layer: int, heads: TrainedHeads) -> Tensor:
-        before = kept[layer].turned()[1:]
+        before = context[layer].turned()[1:]
         queries, *own = heads.turned()
         every = (torch.cat(pair, 1) for pair in zip(before, own, strict=True))
         q, k, v = (part.transpose(1, 2).to(heads.values.dtype) for part in (queries, *every))

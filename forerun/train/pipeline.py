@@ -140,8 +140,8 @@ def _student(
         return block_student(source.checkpoint, ids, config)
     if config.method == "mtp":
         return prediction_student(source.checkpoint, ids, config)
-    made = eagle1_student if config.method == "eagle" else eagle_student
-    return made(source.checkpoint, ids, config, start)
+    make_student = eagle1_student if config.method == "eagle" else eagle_student
+    return make_student(source.checkpoint, ids, config, start)
 
 
 def _vocabulary(

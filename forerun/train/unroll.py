@@ -120,8 +120,8 @@ def turns(
         grid = torch.where(filled, (counts.cumsum(0) - counts)[:, None] + column, 0)
         places = filled.flatten().nonzero().squeeze(1)
         scored = ask.flatten()[rows].nonzero().squeeze(1)
-        made = (rows, torch.searchsorted(before, rows), grid, places, scored)
-        found.append(Turn(*(index.to(device, non_blocking=True) for index in made)))
+        indices = (rows, torch.searchsorted(before, rows), grid, places, scored)
+        found.append(Turn(*(index.to(device, non_blocking=True) for index in indices)))
         before = rows
     return found
 
@@ -195,8 +195,8 @@ class _History:
             self._true = true_keys, true_values
             own_keys = own_values = None
         else:
-            kept = [pair.index_select(0, self.turn.before) for pair in self._own]
-            self._own = [*kept, torch.stack((keys, values), 1)]
+            carried = [pair.index_select(0, self.turn.before) for pair in self._own]
+            self._own = [*carried, torch.stack((keys, values), 1)]
             every = self._gridded(torch.stack(self._own, 1))
             own_keys, own_values = every.permute(3, 0, 4, 2, 1, 5).unbind(0)
         future = self._beyond(self._true[0].shape[2])

@@ -119,7 +119,7 @@ def test_paths_are_kept_as_by_the_rule(seed):
     actual = rounds.accept(logits.bfloat16(), noise, facts, records[0])
     expected = accept(logits.bfloat16(), noise, facts, records[1])
     assert torch.equal(*records)
-    for name in ("choices", "kept", "count", "last"):
+    for name in ("choices", "on_path", "count", "last"):
         assert torch.equal(getattr(actual, name), getattr(expected, name)), name
     assert seed or actual.on_path.any()
     # From choices that were made elsewhere.

@@ -300,7 +300,7 @@ def test_switches_of_other_services(switch, effort):
         template.close()
     assert names == ({} if effort is None else {"reasoning_effort": effort})
     budget = 9 if "budget_tokens" in str(switch) else None
-    assert read(ChatBody, CHAT | switch).asked_budget[1] == budget
+    assert read(ChatBody, CHAT | switch).requested_budget[1] == budget
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ def test_packed_blocks_are_blocks_one_at_a_time(hf, tmp_path, variant):
     embed = hf.get_input_embeddings().weight.detach()
     total, scores = block_loss(loaded(draft), batch, embed, vocabulary, plan, seed=7)
     chosen, depth = Anchors.drawn(batch.loss_mask, ANCHORS, 7), draft.head.depth
-    assert chosen.kept.sum() == 3 * ANCHORS
+    assert chosen.valid.sum() == 3 * ANCHORS
     losses, hits, rows = [[] for _ in range(depth)], [0] * depth, [0] * depth
     for text, states, places in zip(texts, hidden, chosen.places.tolist(), strict=True):
         for place in places:

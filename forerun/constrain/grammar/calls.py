@@ -403,10 +403,12 @@ def with_tags(source: str) -> tuple[str, list[str]]:
         grammar = Grammar.json_schema(given["schema"], lenient, field)
         tags = tags_of(FORMATS[name])
         assert tags is not None
-        made = arguments(int(match[1]), grammar, tags, literal, json_texts, quote)
+        arguments_grammar = arguments(int(match[1]), grammar, tags, literal, json_texts, quote)
         rule = source[at : match.end()].removesuffix("%tags ")
-        out += "\n".join([f"{rule}{made.pairs or chr(34) * 2}", *made.rules])
-        left += made.left
+        out += "\n".join(
+            [f"{rule}{arguments_grammar.pairs or chr(34) * 2}", *arguments_grammar.rules]
+        )
+        left += arguments_grammar.left
         at = end
     return out + source[at:], left
 

@@ -90,13 +90,13 @@ def _free(schema: Schema, plain: bool, free: Free) -> None:
     late = {name: value for name, value in late.items() if value is not False}
     late = late if free != "never" and len(late) <= MOST_FREE else {}
     patterns = {f"^{re.escape(name)}$": value for name, value in late.items()}
-    kept = {name: value for name, value in properties.items() if name not in late}
+    listed = {name: value for name, value in properties.items() if name not in late}
     if plain and not closed:
-        kept |= {name: further for name in required if name not in properties}
+        listed |= {name: further for name in required if name not in properties}
         patterns[other_than([*properties, *required])] = further
         schema["additionalProperties"] = False
     if patterns:
-        schema |= {"properties": kept, "patternProperties": patterns}
+        schema |= {"properties": listed, "patternProperties": patterns}
 
 
 def _movable(name: str) -> bool:

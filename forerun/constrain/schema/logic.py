@@ -91,11 +91,11 @@ def _without_values(values: Iterable[Any], gone: Iterable[Any]) -> list[Any]:
     return [value for value in values if key(value) not in known]
 
 
-def without_types(kept: frozenset[str] | None, gone: frozenset[str]) -> list[str]:
+def without_types(allowed: frozenset[str] | None, gone: frozenset[str]) -> list[str]:
     """Return the types in `kept` (None = all) that share no value with those in `gone`, in TYPES'
     order.
     """
-    names = frozenset(TYPES) - {"integer"} if kept is None else kept
+    names = frozenset(TYPES) - {"integer"} if allowed is None else allowed
     left = [name for name in TYPES if name in names and name not in gone]
     if "integer" in gone and "number" in left:
         left.remove("number")
@@ -245,8 +245,8 @@ def narrowed(one: Any, other: Any, resolve: Resolve) -> Schema | None:  # noqa: 
     if values is not None and gone is not None:
         return {"enum": left} if (left := _without_values(values, gone)) else None
     kinds = types(other)
-    if kinds is not None and (kept := without_types(types(one), kinds)):
-        return {"type": kept}
+    if kinds is not None and (remaining := without_types(types(one), kinds)):
+        return {"type": remaining}
     return None
 
 

@@ -70,8 +70,8 @@ def counted(schema: Schema, alone: bool) -> tuple[Schema, list[str]]:
     if least is None and most is None:
         return out, []
     if not properties and (least is None or least == 1):
-        kept = {"minProperties": least, "maxProperties": most}
-        return out | {name: value for name, value in kept.items() if value is not None}, []
+        counts = {"minProperties": least, "maxProperties": most}
+        return out | {name: value for name, value in counts.items() if value is not None}, []
     faults = [
         name
         for name, value in (("minProperties", least), ("maxProperties", most))
@@ -130,10 +130,10 @@ def named(schema: Schema, names: Any) -> Schema | None:  # noqa: PLR0911
     further = schema.get("additionalProperties", True)
     values = [rules["const"]] if "const" in rules else rules.get("enum")
     if isinstance(values, list) and len(rules) == 1:
-        kept = {name: value for name, value in properties.items() if name in values}
+        known = {name: value for name, value in properties.items() if name in values}
         gone = {name: False for name in properties if name not in values}
-        more = {name: further for name in values if isinstance(name, str) and name not in kept}
-        out["properties"] = gone | kept | more
+        more = {name: further for name in values if isinstance(name, str) and name not in known}
+        out["properties"] = gone | known | more
         return out
     pattern = rules.get("pattern")
     if pattern is None and rules and rules.keys() <= {"minLength", "maxLength"}:

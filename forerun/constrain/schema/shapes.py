@@ -81,9 +81,9 @@ def _schemas(name: str, value: Any, report: Report, path: str) -> tuple[Any, str
     if name in SINGLE and not (name == "items" and isinstance(value, list)):
         return well_formed(value, report, path), "" if _schema(value) else "a schema"
     if name in IN_LIST or name == "items":
-        some = value != [] or name not in ("anyOf", "oneOf")
-        if not isinstance(value, list) or not all(map(_schema, value)) or not some:
-            return None, "a list of schemas" if some else "a list of at least one schema"
+        allows_empty = value != [] or name not in ("anyOf", "oneOf")
+        if not isinstance(value, list) or not all(map(_schema, value)) or not allows_empty:
+            return None, "a list of schemas" if allows_empty else "a list of at least one schema"
         return [well_formed(one, report, f"{path}[{i}]") for i, one in enumerate(value)], ""
     if name in BY_NAME or name in _NEEDS:
         if not isinstance(value, dict):

@@ -266,9 +266,9 @@ def _largest(row: Floats, count: int) -> AnyArray:
     if count == 1:
         return np.array([row.argmax()])
     # At least `count` numbers are no smaller than the largest of as many blocks.
-    blocks, some = len(row) // BLOCK, np.arange(len(row))
+    blocks, places = len(row) // BLOCK, np.arange(len(row))
     if blocks >= count:
         largest = row[: blocks * BLOCK].reshape(blocks, BLOCK).max(-1)
         found = np.flatnonzero(row >= np.partition(largest, -count)[-count])
-        some = found if len(found) else some  # None with NaN.
-    return some[np.argsort(-row[some], kind="stable")[:count]]
+        places = found if len(found) else places  # None with NaN.
+    return places[np.argsort(-row[places], kind="stable")[:count]]

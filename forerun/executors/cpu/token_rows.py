@@ -34,6 +34,6 @@ class TokenRows:
             assert self._whole is not None
             rows = self._whole[tokens]
         else:
-            some = np.ascontiguousarray(self._stored.rows[tokens])
-            rows = Packed(self._stored.kind, some, self._stored.columns).floats()
+            packed_rows = np.ascontiguousarray(self._stored.rows[tokens])
+            rows = Packed(self._stored.kind, packed_rows, self._stored.columns).floats()
         return np.ascontiguousarray(rows, np.float32)

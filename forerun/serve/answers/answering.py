@@ -151,10 +151,10 @@ def fitted(generation: Generation, context: int) -> tuple[Generation, tuple[str,
     something was lowered.
     """
     found = within(generation, context)
-    asked, left = (
+    before, left = (
         [request.stopping.max_tokens for request in one.requests] for one in (generation, found)
     )
-    return found, () if asked == left else (f"max_tokens (cut to {min(left)})",)
+    return found, () if before == left else (f"max_tokens (cut to {min(left)})",)
 
 
 async def received(request: Request) -> tuple[Any, bytes]:

@@ -181,12 +181,12 @@ class GenerationSession:
         if self._cut is None or delta.finish in (Finish.ERROR, Finish.ABORT):
             return delta
         began = self.tally.first
-        kept = self._cut(delta.text, 0.0 if began is None else monotonic() - began)
-        if kept is None:
+        shortened = self._cut(delta.text, 0.0 if began is None else monotonic() - began)
+        if shortened is None:
             return delta
         if delta.finish is None:
             self.engine.abort(delta.request)
-        return replace(delta, text=kept, finish=Finish.LENGTH, stop_reason=None)
+        return replace(delta, text=shortened, finish=Finish.LENGTH, stop_reason=None)
 
     def _counted(self, delta: Delta) -> tuple[int, Delta]:
         self.tally.add(delta)

@@ -17,7 +17,7 @@ from forerun.serve.bodies.schema import NEVER, ChatBody, ConversationFields, Sam
 from forerun.serve.bodies.thinking import (
     after_analysis,
     after_reasoning,
-    kept_budget,
+    enforced_budget,
     stage_behind,
 )
 from forerun.serve.bodies.tools import Tool, ToolChoice
@@ -75,7 +75,7 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
     prompt = chat_prompt(body, loaded, offered, marks)
     banned = token_rules(body, tokenizer)
     rules, free = banned or constraint(body, settings), False
-    if not offered and marks is None and body.asked_budget[1] is None:
+    if not offered and marks is None and body.requested_budget[1] is None:
         return Dialogue(prompt, rules)
     tail = tokenizer.decode(prompt[-TAIL:].tolist(), skip_special=False)
     # Of Harmony: what the prompt has of the answer's first message; "" within a long text.
@@ -89,7 +89,7 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
     room = loaded.context - len(prompt)
     if format is HARMONY:
         known = None if banned or offered else marks
-        budget, notice = kept_budget(body, settings, known, tokenizer, room)
+        budget, notice = enforced_budget(body, settings, known, tokenizer, room)
         if known is not None:
             prompt, rules, message = after_analysis(prompt, rules, message, budget, tokenizer)
         apart = _apart(body) and settings.reasoning_end != "off"
@@ -101,7 +101,7 @@ def dialogue(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> Dialo
 
     ends = format.ends_thoughts if plain else ()
     known = None if banned else marks
-    budget, notice = kept_budget(body, settings, known, tokenizer, room)
+    budget, notice = enforced_budget(body, settings, known, tokenizer, room)
     if budget is not None:
         budget = replace(budget, call="".join(ends))
     if marks is None or (not _apart(body) and rules is banned and budget is None):
@@ -266,7 +266,7 @@ def budget_name(body: ChatBody, template: str) -> dict[str, Any]:
     """Return the variable for a thinking budget in a template's source (Seed-OSS); {} if the
     template has none, or the request no budget.
     """
-    _, tokens = body.asked_budget
+    _, tokens = body.requested_budget
     if tokens is None or tokens < 0 or "thinking_budget" not in template:
         return {}
     return {"thinking_budget": tokens}
@@ -280,8 +280,8 @@ def ignored_fields(body: SampledBody, loaded: Frontend) -> tuple[str, ...]:
     if isinstance(body, ChatBody):
         found += left_out(body.messages)
     if isinstance(body, ChatBody) and _effort(body) is not None:
-        told = loaded.chat is not None and effort_names(body, loaded.chat)
-        found += () if told else ("reasoning_effort",)
+        has_efforts = loaded.chat is not None and effort_names(body, loaded.chat)
+        found += () if has_efforts else ("reasoning_effort",)
     return found
 
 

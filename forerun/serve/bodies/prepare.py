@@ -151,9 +151,13 @@ def completion_generation(
     )
     room = max(loaded.context - max(map(len, prompts)), 1)
     stopping = _stopping(body, sampling, room if limit == UNLIMITED else limit)
-    made = _generation(body, loaded, prompts, stopping, sampling, settings, continues_text=True)
+    generation = _generation(
+        body, loaded, prompts, stopping, sampling, settings, continues_text=True
+    )
     rules = token_rules(body, loaded.tokenizer) or constraint(body, settings)
-    return replace(within(made, loaded.context) if body.max_tokens is None else made, rules=rules)
+    return replace(
+        within(generation, loaded.context) if body.max_tokens is None else generation, rules=rules
+    )
 
 
 def within(generation: Generation, context: int) -> Generation:

@@ -381,7 +381,7 @@ class ChatBody(SampledBody, ConversationFields):
     }
 
     @property
-    def asked_budget(self) -> tuple[str, int | None]:
+    def requested_budget(self) -> tuple[str, int | None]:
         """(field that sets a thinking budget, its tokens); tokens None: no field does. Raises
         RequestError if two fields disagree.
         """

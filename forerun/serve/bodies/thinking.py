@@ -16,7 +16,7 @@ from forerun.text.tokenizer import Tokenizer
 from forerun.types import Ints
 
 
-def kept_budget(
+def enforced_budget(
     body: ChatBody, settings: ServeSettings, marks: Marks | None, tokenizer: Tokenizer, room: int
 ) -> tuple[ThinkingBudget | None, tuple[str, ...]]:
     """Return the budget of reasoning that the prompt has not begun (None: no limit), and a notice
@@ -27,9 +27,9 @@ def kept_budget(
 
     Raises RequestError for a budget that cannot be enforced.
     """
-    name, asked = body.asked_budget
-    own, must = asked is not None, asked is not None and not body.budget_is_target
-    tokens = settings.thinking_budget if asked is None else asked
+    name, requested = body.requested_budget
+    own, must = requested is not None, requested is not None and not body.budget_is_target
+    tokens = settings.thinking_budget if requested is None else requested
     message = body.thinking_budget_message
     message = settings.thinking_budget_message if message is None else message
     if tokens < 0:

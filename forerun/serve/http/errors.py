@@ -105,6 +105,6 @@ def api_error(error: ForerunError) -> ApiError:
 def unknown_model(name: str, known: Iterable[str]) -> ApiError:
     """Return the 404 for a name that is not in `known`; a long name is cut."""
     cut = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
-    some = ", ".join(map(repr, known))
-    message = f"The model {cut!a} does not exist; this server serves {some}."
+    names = ", ".join(map(repr, known))
+    message = f"The model {cut!a} does not exist; this server serves {names}."
     return ApiError(404, message, "model_not_found", "model")

@@ -42,14 +42,14 @@ class DecodeLog:
                 f"Prefill batch. #new-token: {read - cached}, #cached-token: {cached}, "
                 f"{usage}, {queue}"
             )
-        if made := now.output_tokens - before.output_tokens:
+        if generated := now.output_tokens - before.output_tokens:
             draft_tokens = now.draft_tokens - before.draft_tokens
             accepted = now.accepted - before.accepted
             rate = f"{accepted / draft_tokens:.2f}" if draft_tokens else "none drafted"
             lines.append(
-                f"Decode batch. #token: {made}, #step: {now.steps - before.steps}, {usage}, "
+                f"Decode batch. #token: {generated}, #step: {now.steps - before.steps}, {usage}, "
                 f"accept len: {now.acceptance_length:.2f}, accept rate: {rate}, "
-                f"gen throughput (token/s): {made / max(seconds, 1e-9):.2f}, {queue}"
+                f"gen throughput (token/s): {generated / max(seconds, 1e-9):.2f}, {queue}"
             )
         return lines
 

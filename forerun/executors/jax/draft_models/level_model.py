@@ -162,10 +162,10 @@ class JaxLevelModel(DraftModelBase):
             lines += [(row, whole[at : at + nodes]) for at in range(0, len(whole), nodes)]
         most = self._executor.buckets.rows[-1]
         for begin in range(0, len(lines), most):
-            some = lines[begin : begin + most]
-            rows = next(size for size in self._executor.buckets.rows if size >= len(some))
+            chunk = lines[begin : begin + most]
+            rows = next(size for size in self._executor.buckets.rows if size >= len(chunk))
             size = Bucket(rows, nodes)
-            whole = self._expand(level, paths, size, depth, some)
+            whole = self._expand(level, paths, size, depth, chunk)
             self._executor.programs.run(Key("expand", size, levels=depth), whole)
         return self._candidates(np.arange(count, dtype=np.int32), level.candidates, level.first)
 
@@ -188,13 +188,13 @@ class JaxLevelModel(DraftModelBase):
                 views["path"][line, at, : len(path)] = path
         return whole
 
-    def _candidates(self, nodes: Ints, asked: int, first: int = 0) -> Candidates:
+    def _candidates(self, nodes: Ints, candidates: int, first: int = 0) -> Candidates:
         """Return candidates for nodes of the last pass, whose numbers begin at `first`."""
         vocab = self._sizes.vocab
-        count = min(vocab, CANDIDATES if asked <= CANDIDATES else vocab)
+        count = min(vocab, CANDIDATES if candidates <= CANDIDATES else vocab)
         key = Key("candidates", Bucket(FEW, count))
         found = self._executor.programs.parts(key, np.asarray(nodes + first, np.int32))
         whole = np.concatenate(found, 1) if found else np.zeros((2, 0, count), np.int32)
-        kept = min(asked, vocab)
-        ids, log_probs = whole[0, :, :kept], whole[1].view(np.float32)[:, :kept]
+        width = min(candidates, vocab)
+        ids, log_probs = whole[0, :, :width], whole[1].view(np.float32)[:, :width]
         return Candidates(np.ascontiguousarray(ids), np.ascontiguousarray(log_probs))

@@ -210,9 +210,9 @@ def _rounds(groups: list[list[Row]], buckets: Buckets) -> Iterator[Batch]:
     """
     begin = 0
     for rows in groups:
-        for size, some in sized(rows, buckets, len(groups) > 1):
-            numbers, nodes = zip(*some, strict=True)
-            begins = tuple(begin + line * size.nodes for line in range(len(some)))
+        for size, group in sized(rows, buckets, len(groups) > 1):
+            numbers, nodes = zip(*group, strict=True)
+            begins = tuple(begin + line * size.nodes for line in range(len(group)))
             yield Batch(size, False, numbers, nodes, begins)
             begin += size.total
 

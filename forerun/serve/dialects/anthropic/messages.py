@@ -42,20 +42,26 @@ class MessagesDialect(Dialect):
         body = read(MessagesBody, value)
         self._served = service.named(body.model)
         chat, loaded = chat_body(body), self._served.loaded
-        made = chat_generation(chat, loaded, service.settings)
+        generation = chat_generation(chat, loaded, service.settings)
         ignored_names = ignored_fields(chat, loaded)
-        kept = made.rules is not None and made.rules.grammar.budget is not None
+        enforces_budget = (
+            generation.rules is not None and generation.rules.grammar.budget is not None
+        )
         left = (
             *ignored(body, value),
-            *(("thinking.budget_tokens",) if chat.thinking_token_budget and not kept else ()),
+            *(
+                ("thinking.budget_tokens",)
+                if chat.thinking_token_budget and not enforces_budget
+                else ()
+            ),
             *("thinking" for name in ignored_names if name == "reasoning_effort"),
         )
         thinking = body.thinking
-        self._reader = ChoiceReader(made)
+        self._reader = ChoiceReader(generation)
         self._blocks = Blocks(thinking is not None and thinking.display == "omitted")
         self._stats = body.speculative.stats
         self._id = f"msg_{uuid.uuid4().hex}"
-        return ParsedRequest(replace(made, id=self._id), self._served, left)
+        return ParsedRequest(replace(generation, id=self._id), self._served, left)
 
     def ping(self) -> bytes:
         """Implement Dialect.ping."""

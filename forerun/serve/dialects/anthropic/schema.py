@@ -247,9 +247,9 @@ def _tools(value: Any, where: str) -> tuple[Tool, ...]:
     """Read functions. Tools that only search for deferred ones are left out, and so are tools that
     Anthropic's service would run if there are also functions.
     """
-    kept = [(at, one) for at, one in enumerate(listed(value, where)) if not _finds_others(one)]
-    kept = [(at, one) for at, one in kept if not is_hosted(one)] or kept
-    found = [_tool(one, f"{where}[{at}]") for at, one in kept]
+    usable = [(at, one) for at, one in enumerate(listed(value, where)) if not _finds_others(one)]
+    usable = [(at, one) for at, one in usable if not is_hosted(one)] or usable
+    found = [_tool(one, f"{where}[{at}]") for at, one in usable]
     return tuple(listed(found, where, MAX_TOOLS))
 
 

@@ -57,9 +57,11 @@ class CompletionsDialect(Dialect):
             message = f"n_probs is {body.n_probs}, but this server allows {most}."
             raise RequestError(message, "n_probs")
         loaded = self._served.loaded
-        made = completion_generation(self._plain(body), loaded, service.settings)
-        made = within(made, loaded.context)
-        self._generation = replace(made, cut=_cut(body, len(made.requests) * made.n))
+        generation = completion_generation(self._plain(body), loaded, service.settings)
+        generation = within(generation, loaded.context)
+        self._generation = replace(
+            generation, cut=_cut(body, len(generation.requests) * generation.n)
+        )
         return ParsedRequest(self._generation, self._served, tuple(body.ignored))
 
     def _plain(self, body: NativeBody) -> CompletionBody:
@@ -143,8 +145,8 @@ class CompletionsDialect(Dialect):
         }
         if lossy := tally.generation.lossy:
             found["lossy"] = lossy
-        asked = self._body.response_fields
-        return _chosen(found, asked) if asked else found
+        fields = self._body.response_fields
+        return _chosen(found, fields) if fields else found
 
     def _request(self, index: int) -> Request:
         return self._generation.requests[index // self._generation.n]

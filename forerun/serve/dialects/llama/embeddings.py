@@ -43,8 +43,8 @@ class LlamaEmbeddings(EmbeddingDialect):
     ) -> tuple[EmbeddingRequest, Served, tuple[str, ...]]:
         body = read(LlamaEmbeddingBody, value)
         served = service.named(body.model)
-        asked = EmbeddingRequest(body.content, "content", normalize=body.embd_normalize == 2)
-        return asked, served, tuple(body.ignored)
+        request = EmbeddingRequest(body.content, "content", normalize=body.embd_normalize == 2)
+        return request, served, tuple(body.ignored)
 
     def full_response(self, choices: News, tally: Tally) -> list[dict[str, Any]]:
         """Implement Dialect.full_response: a list with the vector of each input."""

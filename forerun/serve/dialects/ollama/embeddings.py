@@ -58,8 +58,8 @@ class OllamaEmbed(EmbeddingDialect):
         served = service.named(body.model)
         inputs = () if body.input == ("",) else body.input
         most = served.loaded.context if body.truncate else None
-        asked = EmbeddingRequest(inputs, "input", body.dimensions, most=most, keep_first=True)
-        return asked, served, tuple(body.ignored)
+        request = EmbeddingRequest(inputs, "input", body.dimensions, most=most, keep_first=True)
+        return request, served, tuple(body.ignored)
 
     def _empty(self) -> dict[str, Any]:
         return {"model": self._served.name, "embeddings": []}
@@ -85,8 +85,8 @@ class OllamaOldEmbed(OllamaEmbed):
         served = service.named(body.model)
         inputs, most = (body.prompt,) if body.prompt else (), served.loaded.context
         # The length of these vectors is the model's own, as Ollama leaves it.
-        asked = EmbeddingRequest(inputs, "prompt", normalize=False, most=most, keep_first=True)
-        return asked, served, tuple(body.ignored)
+        request = EmbeddingRequest(inputs, "prompt", normalize=False, most=most, keep_first=True)
+        return request, served, tuple(body.ignored)
 
     def _empty(self) -> dict[str, Any]:
         return {"embedding": []}

@@ -45,11 +45,11 @@ async def pull(request: Request) -> Response:
     """
     value, _ = await received(request)
     body, service = read(PullBody, value), service_of(request)
-    asked = body.model or body.name
-    if asked is None:
+    name = body.model or body.name
+    if name is None:
         raise RequestError("model is missing.", "model")
     served = service.enter()
-    if not {*served.names, *served.adapters}.intersection(spellings(asked)):
+    if not {*served.names, *served.adapters}.intersection(spellings(name)):
         raise ApiError(404, KEPT_MODELS, "not_found")
     done = {"status": "success"}
     return Response(line(done), media_type="application/x-ndjson") if body.stream else Json(done)

@@ -130,8 +130,8 @@ class OpenAIDialect(Dialect):
         if not self._options.continuous_usage_stats:
             return None
         begins = "role" in chunk["choices"][0].get("delta", ())
-        made = 0 if begins else tally.output_tokens
-        return usage(tally.prompt_tokens, made, tally.cached_tokens)
+        output_tokens = 0 if begins else tally.output_tokens
+        return usage(tally.prompt_tokens, output_tokens, tally.cached_tokens)
 
     def _prompts(self) -> dict[str, Any]:
         """Return vLLM's prompt_token_ids: a list for one prompt, a list of lists for several."""

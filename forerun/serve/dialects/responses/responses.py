@@ -65,17 +65,17 @@ class ResponsesDialect(Dialect):
         self._messages = _conversation(body, known, self._store)
         chat, loaded = chat_body(body, self._messages), self._served.loaded
         if body.truncation == "auto":
-            made, left = fitting(chat, loaded, service.settings)
+            generation, left = fitting(chat, loaded, service.settings)
         else:
-            made, left = chat_generation(chat, loaded, service.settings), 0
+            generation, left = chat_generation(chat, loaded, service.settings), 0
         ignored_names = ignored_fields(chat, loaded)
         unknown = ("reasoning.effort" for name in ignored_names if name == "reasoning_effort")
         truncated = (f"input ({left} earliest messages)",) if left else ()
         unused = (*ignored(body, value), *unknown, *truncated)
         self._body = body
         self._output = Output(known)
-        self._reader = ChoiceReader(made)
-        self._generation = replace(made, id=f"resp_{uuid.uuid4().hex}")
+        self._reader = ChoiceReader(generation)
+        self._generation = replace(generation, id=f"resp_{uuid.uuid4().hex}")
         self._base = self._described(value)
         return ParsedRequest(self._generation, self._served, unused)
 

@@ -21,8 +21,8 @@ def with_items(value: Any, store: ResponseStore) -> Any:
     if not isinstance(items, list) or not any(map(_refers, items)):
         return value
     ids = {one["id"] for one in items if _refers(one) and isinstance(one.get("id"), str)}
-    kept = store.items(ids)
-    found = [_item(one, f"input[{at}]", kept) for at, one in enumerate(items)]
+    stored = store.items(ids)
+    found = [_item(one, f"input[{at}]", stored) for at, one in enumerate(items)]
     return {**value, "input": found}
 
 
@@ -40,12 +40,12 @@ def _refers(value: Any) -> bool:
     return isinstance(value, dict) and value.get("type") == "item_reference"
 
 
-def _item(value: Any, where: str, kept: dict[str, dict[str, Any]]) -> Any:
-    """Return an item, or the stored one that it refers to, which is removed from `kept`."""
+def _item(value: Any, where: str, stored: dict[str, dict[str, Any]]) -> Any:
+    """Return an item, or the stored one that it refers to, which is removed from `stored`."""
     if not _refers(value):
         return value
     id = value.get("id")
-    found = kept.pop(id, None) if isinstance(id, str) else None
+    found = stored.pop(id, None) if isinstance(id, str) else None
     if found is None:
         message = (
             f"{where}.id: there is no item with this id, it is no longer stored, or an earlier "
@@ -65,15 +65,15 @@ def fitting(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> tuple[
     head = next((at for at, one in enumerate(messages) if one["role"] != "system"), len(messages))
     starts = [head, *(at for at in range(head + 1, len(messages)) if _begins(messages, at))]
 
-    made: dict[int, Generation] = {}
+    generations: dict[int, Generation] = {}
 
     def fits(place: int) -> bool:
-        kept = replace(body, messages=(*messages[:head], *messages[starts[place] :]))
+        shortened = replace(body, messages=(*messages[:head], *messages[starts[place] :]))
         try:
-            made[place] = chat_generation(kept, loaded, settings)
+            generations[place] = chat_generation(shortened, loaded, settings)
         except ContextError:
             return False
-        (request,) = made[place].requests
+        (request,) = generations[place].requests
         return len(request.prompt) + request.stopping.max_tokens <= loaded.context
 
     # What begins later than what fits, fits too.
@@ -81,7 +81,7 @@ def fitting(body: ChatBody, loaded: Frontend, settings: ServeSettings) -> tuple[
     if place == len(starts):
         last = replace(body, messages=(*messages[:head], *messages[starts[-1] :]))
         return chat_generation(last, loaded, settings), starts[-1] - head
-    return made[place], starts[place] - head
+    return generations[place], starts[place] - head
 
 
 def _begins(messages: tuple[dict[str, Any], ...], at: int) -> bool:
