@@ -156,8 +156,8 @@ def _beside(reference: str, form: str, holds: Callable[[Path], bool]) -> Path | 
     path = _path(reference)
     if path is None:
         return None
-    wanted = form.format(_named(path))
-    return next((each for each in _siblings(path) if _named(each) == wanted and holds(each)), None)
+    name = form.format(_named(path))
+    return next((each for each in _siblings(path) if _named(each) == name and holds(each)), None)
 
 
 def _siblings(path: Path) -> list[Path]:

@@ -74,8 +74,8 @@ def measure_costs(executor: Executor) -> StepCosts:
     """
     possible = timed_nodes(executor)
     times = _time_interleaved(executor, possible)
-    most = max(times)
-    attend_ms = _attention_ms(executor, min(times[most]) / most)
+    largest = max(times)
+    attend_ms = _attention_ms(executor, min(times[largest]) / largest)
     executor.release_scratch()
     return StepCosts(tuple(sorted(times)), estimated_ms(times), attend_ms=attend_ms)
 
@@ -85,8 +85,8 @@ def timed_nodes(executor: Executor) -> list[int]:
     there are fewer.
     """
     limits = executor.limits
-    most = min(limits.scored_nodes, executor.capabilities.timed)
-    possible = [nodes for nodes in NODES if nodes <= most and _fits(limits, nodes)]
+    limit = min(limits.scored_nodes, executor.capabilities.timed)
+    possible = [nodes for nodes in NODES if nodes <= limit and _fits(limits, nodes)]
     if len(possible) < 2:
         raise ConfigError(
             f"a step of at most {limits.scored_nodes} nodes and a context of {limits.context} "
@@ -192,10 +192,10 @@ def _confirmed(nodes: int, times: dict[int, list[float]], share: float) -> bool:
     one, two = [place for place in _nearest(here, len(counts)) if place != here]
     slope = (taken[two] - taken[one]) / (counts[two] - counts[one])
     line = taken[one] + slope * (nodes - counts[one])
-    least = [line, *taken[:here]]
-    most = taken[here + 1 :] or [taken[here - 1] * nodes / counts[here - 1]]
-    most += [line] if one < here < two else []
-    return max(least) / ALIKE <= taken[here] <= ALIKE * min(most)
+    lower_bounds = [line, *taken[:here]]
+    upper_bounds = taken[here + 1 :] or [taken[here - 1] * nodes / counts[here - 1]]
+    upper_bounds += [line] if one < here < two else []
+    return max(lower_bounds) / ALIKE <= taken[here] <= ALIKE * min(upper_bounds)
 
 
 def _nearest(place: int, many: int) -> range:
@@ -219,14 +219,16 @@ def _attention_ms(executor: Executor, seconds: float) -> float:
     seconds  time of one prompt token
     """
     limits = executor.limits
-    cached, most = timed_tokens(limits), limits.max_nodes
+    cached, chunk_tokens = timed_tokens(limits), limits.max_nodes
     if not executor.capabilities.unwritten:
         cached = min(CACHED, max(CACHED // 4, int(SECONDS / seconds)), cached)
         if limits.checkpoints:  # Recurrent states exist at ends of pages only.
-            cached, most = (count - count % limits.page_size for count in (cached, most))
-        if not (cached and most):
+            cached, chunk_tokens = (
+                count - count % limits.page_size for count in (cached, chunk_tokens)
+            )
+        if not (cached and chunk_tokens):
             return 0.0
-        _fill(executor, cached, most)
+        _fill(executor, cached, chunk_tokens)
     nodes = min(PER_ROW, limits.scored_nodes)
     chain = np.arange(nodes, dtype=np.int32)[None]
     steps = _Step(limits, chain, nodes - 1, cached), _Step(limits, chain, nodes - 1)
@@ -237,16 +239,16 @@ def _attention_ms(executor: Executor, seconds: float) -> float:
         # The far step first: the near one overwrites the start of the cache, not its length. Both
         # evict the checkpoint of the cached tokens where there are few (recurrent states).
         if limits.checkpoints and executor.reusable_prefix_len(np.zeros(cached, np.int32)) < cached:
-            _fill(executor, cached, most)
+            _fill(executor, cached, chunk_tokens)
         far.append(_time_step(executor, steps[0]))
         near.append(_time_step(executor, steps[1]))
     return max(0.0, 1e6 * (min(far) - min(near)) / (nodes * cached))
 
 
-def _fill(executor: Executor, cached: int, most: int) -> None:
-    """Write `cached` tokens to the cache, in chunks of `most`."""
-    for start in range(0, cached, most):
-        chunk = np.zeros((1, min(most, cached - start)), np.int32)
+def _fill(executor: Executor, cached: int, chunk_tokens: int) -> None:
+    """Write `cached` tokens to the cache, in chunks of `chunk_tokens`."""
+    for start in range(0, cached, chunk_tokens):
+        chunk = np.zeros((1, min(chunk_tokens, cached - start)), np.int32)
         _time_step(executor, _Step(executor.limits, chunk, 0, start, samples=False))
 
 
@@ -351,13 +353,15 @@ def with_draft_model(
     return replace(costs, draft_ms=draft_token_ms, follow_ms=extend_ms)
 
 
-def _times_within(executor: Executor, most: int) -> tuple[tuple[float, float] | None, Outcome]:
+def _times_within(
+    executor: Executor, max_levels: int
+) -> tuple[tuple[float, float] | None, Outcome]:
     """Return (milliseconds that a step takes longer if it also extends the draft model and grows
-    one level, milliseconds of each further level up to `most`), or None if steps do not draft by
-    themselves; and the last step's outcome.
+    one level, milliseconds of each further level up to `max_levels`), or None if steps do not
+    draft by themselves; and the last step's outcome.
     """
     step, fastest = _steps(executor.limits, 2, Random(0)), {}  # noqa: S311
-    for levels in dict.fromkeys((1, 0, most)):
+    for levels in dict.fromkeys((1, 0, max_levels)):
         request = OnDeviceDraftSpec(step.plan.slots, width=1, levels=levels) if levels else None
         taken = []
         for _ in range(REPEATS):
@@ -367,7 +371,7 @@ def _times_within(executor: Executor, most: int) -> tuple[tuple[float, float] | 
                 return None, outcome
         fastest[levels] = 1000.0 * min(taken)
     follow = max(0.0, fastest[1] - fastest[0])
-    further = max(0.0, fastest[most] - fastest[1]) / max(most - 1, 1)
+    further = max(0.0, fastest[max_levels] - fastest[1]) / max(max_levels - 1, 1)
     return (follow, further), outcome
 
 

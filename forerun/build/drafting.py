@@ -90,9 +90,9 @@ def with_shipped(
     shipped = shipped_draft(config.model) if head and named != NO_DRAFT else None
     auto = config.speculative_algorithm == AUTO
     if shipped is not None:
-        wanted = "NGRAM" if auto else config.speculative_algorithm
+        algorithm = "NGRAM" if auto else config.speculative_algorithm
         return replace(
-            config, speculative_draft_model_path=str(shipped), speculative_algorithm=wanted
+            config, speculative_draft_model_path=str(shipped), speculative_algorithm=algorithm
         )
     if config.algorithm.model and not auto:
         folder = head or config.algorithm.kind == "assistant"
@@ -343,11 +343,11 @@ def open_drafts(config: EngineConfig, target: Model) -> DraftParts:
 def _standalone(config: EngineConfig, named: str, target: Model) -> WholeDraft:
     revision, vocab = config.speculative_draft_model_revision, target.architecture.vocab
     draft = open_standalone(named, revision, target.tokenizer, vocab)
-    context, wanted = draft.checkpoint.architecture.context, config.context
-    wanted = wanted or target.architecture.context
-    if context < wanted:
+    context, needed = draft.checkpoint.architecture.context, config.context
+    needed = needed or target.architecture.context
+    if context < needed:
         warnings.warn(
-            f"draft {named} was made for {context} tokens, but the context is {wanted}: fewer "
+            f"draft {named} was made for {context} tokens, but the context is {needed}: fewer "
             f"draft tokens may be accepted behind token {context}",
             stacklevel=2,
         )

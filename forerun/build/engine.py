@@ -167,9 +167,9 @@ def text_table_of(
 
 
 def _uses_text_table(config: EngineConfig, target: Target) -> bool:
-    wanted = config.speculates and config.algorithm.lookup and config.speculative_ngram_text
+    enabled = config.speculates and config.algorithm.lookup and config.speculative_ngram_text
     small = target.tokenizer.vocab_size < text_table.MIN_VOCAB
-    return wanted and not small and target.table is None
+    return enabled and not small and target.table is None
 
 
 def _facts(target: Target) -> dict[str, Any]:

@@ -176,7 +176,7 @@ def plan_memory(
     checkpoints = CHECKPOINTS * config.max_sequences if needs.state else 0
     states = needs.state * (config.max_sequences + checkpoints)
     left = max(0, budget - needs.weights - scratch - graphs - states)
-    wanted = config.kv_tokens or max(context, config.max_sequences * TOKENS_PER_SEQUENCE)
+    kv_tokens = config.kv_tokens or max(context, config.max_sequences * TOKENS_PER_SEQUENCE)
     minimum = config.kv_tokens or config.context or min(context, 4 * page, 1024)
     room, windows = left // max(1, needs.per_token), 0
     if needs.windowed:
@@ -184,13 +184,13 @@ def plan_memory(
         # were kept, MOST_WINDOWS at most.
         running = min(room // needs.window, MOST_WINDOWS) if fill else 0
         plans = (
-            _with_windows(config, needs, left, nodes, wanted, fewest)
+            _with_windows(config, needs, left, nodes, kv_tokens, fewest)
             for fewest in (max(running, FEWEST_WINDOWS), FEWEST_WINDOWS)
         )
         room, windows = next(filter(None, plans), (room, 0))
     if room < minimum:
         raise MemoryPlanError(_refusal(needs, (scratch + graphs, states), minimum, budget, share))
-    tokens = room if fill and not config.kv_tokens else min(wanted, room)
+    tokens = room if fill and not config.kv_tokens else min(kv_tokens, room)
     pages = ceil(tokens / page) if tokens < room else max(1, tokens // page)
     limits = ExecutorLimits(
         page_size=page,
@@ -210,23 +210,23 @@ def plan_memory(
 
 
 def _with_windows(
-    config: EngineConfig, needs: Needs, left: int, nodes: int, wanted: int, fewest: int
+    config: EngineConfig, needs: Needs, left: int, nodes: int, kv_tokens: int, fewest: int
 ) -> tuple[int, int] | None:
     """Return (tokens that `left` bytes have room for, pages of sliding-window layers) if these
     layers free the pages behind the window; None if that gives fewer tokens than keeping all pages,
-    of `wanted` or as many as fit.
+    of `kv_tokens` or as many as fit.
 
     fewest  whole windows, if memory is short
     """
     page = config.page_size
     token = needs.per_token - needs.windowed  # Bytes, in layers that see everything.
-    spare = (left - wanted * token) // (needs.windowed * page)
+    spare = (left - kv_tokens * token) // (needs.windowed * page)
     windows = _window_pages(config, needs, ceil(nodes / page), spare, fewest)
     rest = left - windows * page * needs.windowed
     # Where every layer has a window, tokens behind it cost nothing.
-    room = rest // token if token else (wanted + page) * (rest >= 0)
-    unwindowed = min(wanted, left // needs.per_token)  # Tokens if every page is kept.
-    return (room, windows) if windows * page < wanted and room > unwindowed else None
+    room = rest // token if token else (kv_tokens + page) * (rest >= 0)
+    unwindowed = min(kv_tokens, left // needs.per_token)  # Tokens if every page is kept.
+    return (room, windows) if windows * page < kv_tokens and room > unwindowed else None
 
 
 def _window_pages(config: EngineConfig, needs: Needs, step: int, spare: int, fewest: int) -> int:
@@ -235,10 +235,12 @@ def _window_pages(config: EngineConfig, needs: Needs, step: int, spare: int, few
     `fewest`.
     """
     sequences, page = config.max_sequences, config.page_size
-    whole = window_pages_of(needs.context, needs.window, page)
+    per_sequence = window_pages_of(needs.context, needs.window, page)
     short = ceil(sequences * TOKENS_PER_SEQUENCE / page)  # If most texts are shorter than windows.
-    enough = min(max(sequences, KEPT_WINDOWS) * whole, max(short, MOST_WINDOWS * whole))
-    return step + max(min(sequences, fewest) * whole, min(enough, spare - step))
+    enough = min(
+        max(sequences, KEPT_WINDOWS) * per_sequence, max(short, MOST_WINDOWS * per_sequence)
+    )
+    return step + max(min(sequences, fewest) * per_sequence, min(enough, spare - step))
 
 
 def _refusal(needs: Needs, scratch: tuple[int, int], tokens: int, budget: int, share: float) -> str:

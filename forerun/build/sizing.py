@@ -109,7 +109,7 @@ def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing
     config = replace(config, chunked_prefill_size=chunk)
     needs = entry.needs(config, arch, model.checkpoint)
     draft = _draft(config, model.checkpoint)
-    whole = needs
+    total = needs
     if memory is None:
         free = entry.free_memory(config)
     else:
@@ -120,9 +120,9 @@ def sizing(config: EngineConfig, model: Described, memory: int | None) -> Sizing
         draft = small if fits(config, small, needs, entry, free) else None
     if draft is not None:
         draft = sized(config, draft)
-        whole = with_draft(needs, draft, entry.draft_item(config), config.max_sequences)
-    plan, refusal = _planned(config, whole, free)
-    return Sizing(model, config, whole, whole.weights - needs.weights, free, plan, refusal)
+        total = with_draft(needs, draft, entry.draft_item(config), config.max_sequences)
+    plan, refusal = _planned(config, total, free)
+    return Sizing(model, config, total, total.weights - needs.weights, free, plan, refusal)
 
 
 def _draft(config: EngineConfig, target: Checkpoint) -> AnyDraft | None:

@@ -38,9 +38,9 @@ def check_jax() -> None:
         ) from error
     numbers = tuple(int(part) for part in installed.split(".")[:2] if part.isdigit())
     if numbers < LEAST:
-        least = ".".join(map(str, LEAST))
+        oldest = ".".join(map(str, LEAST))
         raise ConfigError(
-            f"The jax executor needs jax {least} or newer, not {installed}. {install}"
+            f"The jax executor needs jax {oldest} or newer, not {installed}. {install}"
         )
 
 

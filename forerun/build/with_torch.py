@@ -83,8 +83,8 @@ def _cuda_memory(device: str) -> tuple[int, int]:
         seen = f"{devices} CUDA devices, numbered from 0," if devices else "no CUDA device"
         do = "name another" if devices else "leave --device out to run on the CPU"
         raise ConfigError(f"device is {device}, but torch sees {seen} here; {do}.")
-    free, whole = torch.cuda.mem_get_info(device)
-    return free, whole
+    free, total = torch.cuda.mem_get_info(device)
+    return free, total
 
 
 def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> Needs:

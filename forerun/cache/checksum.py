@@ -40,11 +40,11 @@ class RowSums:
         with 0.
         """
         numbers = np.frombuffer(data, np.uint8)
-        whole = len(numbers) // ROW * ROW
-        sums = self._sums(numbers[:whole])
-        if whole < len(numbers):
+        full = len(numbers) // ROW * ROW
+        sums = self._sums(numbers[:full])
+        if full < len(numbers):
             last = np.zeros(ROW, np.uint8)
-            last[: len(numbers) - whole] = numbers[whole:]
+            last[: len(numbers) - full] = numbers[full:]
             sums = np.append(sums, self._sums(last))
         return sums.astype("<u8").tobytes()
 

@@ -25,15 +25,15 @@ class Journal:
     """The records of one kind and fingerprint, in a folder that other servers may use too.
 
     kind   the files' suffix, one of folder.KINDS
-    most   bytes for the records of all servers, within the folder's limit
+    max_bytes  for the records of all servers, within the folder's limit
 
     For one thread. Raises ConfigError if the folder cannot be used; methods raise OSError if the
     disk fails.
     """
 
-    def __init__(self, folder: StoreFolder, fingerprint: str, kind: str, most: int) -> None:
+    def __init__(self, folder: StoreFolder, fingerprint: str, kind: str, max_bytes: int) -> None:
         self._folder, self._fingerprint, self._kind = folder, fingerprint, kind
-        self._size = min(most, folder.limit // SHARE) // FILES
+        self._size = min(max_bytes, folder.limit // SHARE) // FILES
         self._file: IO[bytes] | None = None
         self._used = 0
         with usable(folder.root), folder.locked():

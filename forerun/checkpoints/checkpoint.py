@@ -96,14 +96,14 @@ def check_complete(
     arch: Architecture,
     found: Mapping[str, tuple[int, ...]],
     where: Path,
-    wanted: Mapping[str, tuple[int, ...]] | None = None,
+    expected_shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
     """Raise ModelError naming every missing, unexpected or wrongly shaped tensor.
 
     found   name -> shape of the tensors there are
-    wanted  name -> shape of the tensors there must be; None: the canonical tensors
+    expected_shapes  name -> shape of the tensors there must be; None: the canonical tensors
     """
-    expected = expected_tensors(arch) if wanted is None else wanted
+    expected = expected_tensors(arch) if expected_shapes is None else expected_shapes
     faults = [f"missing {name}" for name in expected if name not in found]
     faults += [f"unexpected {name}" for name in found if name not in expected]
     faults += [

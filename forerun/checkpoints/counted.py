@@ -25,9 +25,9 @@ def counted(checkpoint: Checkpoint, item: int, tell: Callable[[int, int], None])
 
 
 class _Counted:
-    def __init__(self, whole: Checkpoint, item: int, tell: Callable[[int, int], None]) -> None:
-        self._whole, self._tell = whole, tell
-        self._left = {name: item * prod(whole.shape(name)) for name in whole.names()}
+    def __init__(self, checkpoint: Checkpoint, item: int, tell: Callable[[int, int], None]) -> None:
+        self._whole, self._tell = checkpoint, tell
+        self._left = {name: item * prod(checkpoint.shape(name)) for name in checkpoint.names()}
         self._total = sum(self._left.values())
         self._done = 0
 

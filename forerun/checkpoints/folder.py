@@ -145,19 +145,19 @@ def _stored(
     pieces = {
         spec: layer_pieces(arch, spec, files, turned) for spec in dict.fromkeys(arch.layer_specs)
     }
-    wanted: dict[str, tuple[str, StoredPart]] = {}
+    parts: dict[str, tuple[str, StoredPart]] = {}
     for name, shape in expected_tensors(arch).items():
         match = IN_LAYER.match(name)
         if match is None:
             stored = FINAL_NORMS.get(arch.family, name) if name == _NORM else name
-            wanted[name] = stored, StoredPart(stored, shape, shape)
+            parts[name] = stored, StoredPart(stored, shape, shape)
         else:
             piece = pieces[arch.layer_specs[int(match[1])]][name[match.end() :]]
-            wanted[name] = match[0] + piece.stored, piece
-    expected = {stored: piece.stored_shape for stored, piece in wanted.values()}
+            parts[name] = match[0] + piece.stored, piece
+    expected = {stored: piece.stored_shape for stored, piece in parts.values()}
     check_complete(arch, shapes, where, expected)
     return {
-        name: StoredTensor(files[stored], stored, piece) for name, (stored, piece) in wanted.items()
+        name: StoredTensor(files[stored], stored, piece) for name, (stored, piece) in parts.items()
     }
 
 

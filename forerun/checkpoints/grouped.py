@@ -82,8 +82,8 @@ class Grouped:
     def title(self) -> str:
         """Return its format as text: "4-bit integers in groups of 128"."""
         what = {"int4": "4-bit integers", "int8": "8-bit integers", "float8": "float8"}[self.kind]
-        whole = self.group >= self.shape[1]
-        return f"{what} with a scale per row" if whole else f"{what} in groups of {self.group}"
+        per_row = self.group >= self.shape[1]
+        return f"{what} with a scale per row" if per_row else f"{what} in groups of {self.group}"
 
     def rows(self, which: AnyArray) -> "Grouped":
         """Return the matrix of the rows `which` int[n], at least one, in this order. Reads nothing
@@ -92,10 +92,10 @@ class Grouped:
         first, last = int(which.min()), int(which.max())
 
         def read(rows: slice) -> GroupedRows:
-            wanted = which[rows]
-            low = int(wanted.min())
-            read_rows = self.read(slice(low, int(wanted.max()) + 1))
-            parts = (None if part is None else part[wanted - low] for part in read_rows)
+            selected = which[rows]
+            low = int(selected.min())
+            read_rows = self.read(slice(low, int(selected.max()) + 1))
+            parts = (None if part is None else part[selected - low] for part in read_rows)
             return GroupedRows(*parts)  # type: ignore[arg-type]
 
         assert first >= 0 and last < self.shape[0]
@@ -116,22 +116,22 @@ class Grouped:
             )
         if self.order is not None or (start % self.group and self.group < self.shape[1]):
             return None
-        whole = self.group >= self.shape[1]
-        groups = slice(0, 1) if whole else slice(start // self.group, -(-stop // self.group))
+        per_row = self.group >= self.shape[1]
+        groups = slice(0, 1) if per_row else slice(start // self.group, -(-stop // self.group))
 
         def read(part: slice) -> GroupedRows:
             read_rows = self.read(_within(own, part))
             zeros = None if read_rows.zeros is None else read_rows.zeros[:, groups]
             return GroupedRows(read_rows.numbers[:, start:stop], read_rows.scales[:, groups], zeros)
 
-        group = self.group if not whole else stop - start
+        group = self.group if not per_row else stop - start
         return replace(self, shape=(last - first, stop - start), group=group, read=read)
 
 
-def _within(whole: slice, part: slice) -> slice:
-    """Return the part `part` of what begins at `whole`."""
-    stop = whole.stop if part.stop is None else min(whole.start + part.stop, whole.stop)
-    return slice(whole.start + (part.start or 0), stop)
+def _within(outer: slice, part: slice) -> slice:
+    """Return the part `part` of what begins at `outer`."""
+    stop = outer.stop if part.stop is None else min(outer.start + part.stop, outer.stop)
+    return slice(outer.start + (part.start or 0), stop)
 
 
 def check_float8(numbers: NDArray[np.uint8], name: str) -> None:

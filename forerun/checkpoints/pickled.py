@@ -54,10 +54,12 @@ class Archive:
         length.
         """
         start, end = self.parts.get(f"data/{storage.key}", (0, -1))
-        wanted = storage.count * ITEM_BYTES[storage.kind]
-        if end - start != wanted:
+        expected = storage.count * ITEM_BYTES[storage.kind]
+        if end - start != expected:
             held = f"{end - start} bytes" if end >= start else "not there"
-            raise ModelError(f"storage {shown(storage.key)} must take {wanted} bytes, it is {held}")
+            raise ModelError(
+                f"storage {shown(storage.key)} must take {expected} bytes, it is {held}"
+            )
         return self.data[start:end]
 
 
@@ -191,16 +193,16 @@ def _size(view: View) -> int:
     return math.prod(view.shape) * ITEM_BYTES[view.storage.kind]
 
 
-def _header(views: dict[str, View], most: int) -> bytes:
+def _header(views: dict[str, View], max_bytes: int) -> bytes:
     """Return the length and table of a safetensors file. Raises ModelError if the tensors take more
-    than `most` bytes.
+    than `max_bytes` bytes.
     """
     table, end = {}, 0
     for name, view in views.items():
         start, end = end, end + _size(view)
         offsets, shape = [start, end], list(view.shape)
         table[name] = {"dtype": view.storage.kind, "shape": shape, "data_offsets": offsets}
-    if end > most:
+    if end > max_bytes:
         raise ModelError(f"its tensors take {end} bytes, many times the size of the file")
     text = json.dumps(table).encode()
     text += b" " * (-len(text) % 8)
@@ -212,11 +214,11 @@ def _items(archive: Archive, view: View) -> Iterator[NDArray[np.uint8]]:
     width = ITEM_BYTES[view.storage.kind]
     numbers = archive.numbers(view.storage).view(f"<u{width}")
     strides = tuple(step * width for step in view.strides)
-    whole = np.lib.stride_tricks.as_strided(
+    array = np.lib.stride_tricks.as_strided(
         numbers[view.offset :], view.shape, strides, writeable=False
     )
-    whole = np.atleast_1d(whole)
-    rows = max(1, _CHUNK * len(whole) // _size(view))
-    for start in range(0, len(whole), rows):
-        part = np.ascontiguousarray(whole[start : start + rows])
+    array = np.atleast_1d(array)
+    rows = max(1, _CHUNK * len(array) // _size(view))
+    for start in range(0, len(array), rows):
+        part = np.ascontiguousarray(array[start : start + rows])
         yield part.reshape(-1).view(np.uint8)

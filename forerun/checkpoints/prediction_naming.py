@@ -138,17 +138,17 @@ def pieces(
     """Map the canonical name of every tensor that the file of `count` layers from `first` on may
     have to its stored name and part. files: names of the tensors there are.
     """
-    wanted: dict[str, tuple[str, StoredPart]] = {}
+    parts: dict[str, tuple[str, StoredPart]] = {}
     for layer, spec in enumerate(arch.layer_specs):
         pattern = naming.layer.pattern.replace("\\", "")
         prefix = pattern.replace("(d{1,9})", str(layer + first))
         for name, piece in layer_pieces(arch, spec, files).items():
-            wanted[f"model.layers.{layer}.{name}"] = prefix + piece.stored, piece
+            parts[f"model.layers.{layer}.{name}"] = prefix + piece.stored, piece
         if naming.apart and layer:
             continue
         for name, (stored, piece) in own_pieces(arch, naming, layer).items():
-            wanted[name] = stored if naming.apart else prefix + stored, piece
-    return wanted
+            parts[name] = stored if naming.apart else prefix + stored, piece
+    return parts
 
 
 def own_pieces(arch: Architecture, naming: Naming, layer: int) -> dict[str, tuple[str, StoredPart]]:

@@ -151,9 +151,9 @@ class TensorParallel:
         """
         pieces, axis = self.pieces(name, shape, arch), axis_of(name)
         found = [[part.stop - part.start for part in piece] for piece in pieces]
-        whole = found[0]
-        whole[axis] = sum(each[axis] for each in found)
-        return tuple(whole)
+        shape_here = found[0]
+        shape_here[axis] = sum(each[axis] for each in found)
+        return tuple(shape_here)
 
     def pieces(
         self, name: str, shape: tuple[int, ...], arch: Architecture

@@ -36,8 +36,8 @@ def main() -> None:
     """Answer requests until standard input ends. The second argument is the size of the largest
     file.
     """
-    most = MEMORY + int(sys.argv.pop(1))
-    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    max_bytes = MEMORY + int(sys.argv.pop(1))
+    resource.setrlimit(resource.RLIMIT_AS, (max_bytes, max_bytes))
     serve(answer)
 
 

@@ -130,10 +130,10 @@ def _request(text: str) -> tuple[Line, str | None]:
 
 def _problem(line: Line) -> str | None:
     """Return why an object is not a valid request; None if it is valid."""
-    wanted = {"custom_id": (str, "a text"), "url": (str, "a text"), "body": (dict, "an object")}
-    if missing := [name for name in wanted if name not in line]:
+    fields = {"custom_id": (str, "a text"), "url": (str, "a text"), "body": (dict, "an object")}
+    if missing := [name for name in fields if name not in line]:
         return f"it needs a custom_id, a url and a body, and has no {' and no '.join(missing)}."
-    for name, (kind, what) in wanted.items():
+    for name, (kind, what) in fields.items():
         if not isinstance(line[name], kind):
             return f"its {name} must be {what}."
     if line.get("method", "POST") != "POST" or line["url"] not in URLS:

@@ -96,9 +96,9 @@ def main(arguments: argparse.Namespace) -> int:
             levels, facts = _measure(endpoint, sweep, ask, config)
     else:
         _refuse_engine_flags(arguments)
-        wanted = config.model if config.model != EngineConfig().model else None
+        model = config.model if config.model != EngineConfig().model else None
         url = _with_version(arguments.url)
-        endpoint = Endpoint(url, find_model(url, arguments.api_key, wanted), arguments.api_key)
+        endpoint = Endpoint(url, find_model(url, arguments.api_key, model), arguments.api_key)
         levels, facts = _measure(endpoint, sweep, ask, None)
     if arguments.json:
         emit_json(report.as_dict(levels, facts))
@@ -216,10 +216,10 @@ async def _all_levels(
                 )
                 results[side].append(report.one_repeat(side, at_once, timings, seconds))
         finally:
-            whole = min(map(len, results.values()))
-            levels += [report.median_of(done[:whole]) for done in results.values() if whole]
-            if len(results) == 2 and whole:
-                pair = (results[side][:whole] for side in ("on", "off"))
+            rounds = min(map(len, results.values()))
+            levels += [report.median_of(done[:rounds]) for done in results.values() if rounds]
+            if len(results) == 2 and rounds:
+                pair = (results[side][:rounds] for side in ("on", "off"))
                 if ratio := report.ratio_of(*pair):
                     ratios[at_once] = ratio
 
@@ -275,8 +275,8 @@ class Requests:
         for index, prompt in enumerate(islice(prompts, count)):
             ask = self._ask
             if sweep.lengths.answer is not None:
-                most = sweep.lengths.draw(sweep.lengths.answer, random)
-                ask = replace(ask, max_tokens=most, ignore_eos=True)
+                max_tokens = sweep.lengths.draw(sweep.lengths.answer, random)
+                ask = replace(ask, max_tokens=max_tokens, ignore_eos=True)
             bodies.append(self._body(labelled(prompt, f"{label}{index}. "), side, ask))
         return bodies
 

@@ -168,48 +168,50 @@ class LiveCosts:
             return ratio
         return max(ratio, self.relative_cost(rows, seen, cached) * nodes / seen)
 
-    def min_mean_cost(self, rows: int, most: int, cached: int) -> float:
+    def min_mean_cost(self, rows: int, max_nodes: int, cached: int) -> float:
         """Return the least mean cost of draft tokens beside these rows, in tokens of plain
         decoding: if it is 1, none can pay.
 
         Times are linear between measured counts of nodes, so the minimum is at one of these counts,
         or at the first or last node.
         """
-        counts = self._ends(rows, most)
+        counts = self._ends(rows, max_nodes)
         return rows * min((self.relative_cost(rows, n, cached) - 1.0) / (n - rows) for n in counts)
 
-    def min_marginal_cost(self, rows: int, most: int, cached: int) -> float:
+    def min_marginal_cost(self, rows: int, max_nodes: int, cached: int) -> float:
         """Return the least cost of a further draft token, in tokens of plain decoding: a draft
         token of a lower probability never pays. Where kernels work in fours, the fifth to eighth
         node cost less than those before them, and less than the mean.
         """
-        counts = [rows, *self._ends(rows, most)]
+        counts = [rows, *self._ends(rows, max_nodes)]
         ratios = [self.relative_cost(rows, n, cached, optimistic=True) for n in counts]
         steps = pairwise(zip(counts, ratios, strict=True))
         return rows * max(0.0, min((b - a) / (m - n) for (n, a), (m, b) in steps))
 
-    def _ends(self, rows: int, most: int) -> list[int]:
+    def _ends(self, rows: int, max_nodes: int) -> list[int]:
         """Return the counts of nodes above `rows` between which times are linear, ascending."""
-        return sorted({rows + 1, most, *(n for n in self.measured.nodes if rows < n < most)})
+        return sorted(
+            {rows + 1, max_nodes, *(n for n in self.measured.nodes if rows < n < max_nodes)}
+        )
 
-    def curve(self, rows: int, most: int, cached: int) -> Curve:
-        """Return the costs of up to `most` nodes, computed at most RENEW steps ago."""
-        curve = self._curves.get((rows, most))
+    def curve(self, rows: int, max_nodes: int, cached: int) -> Curve:
+        """Return the costs of up to `max_nodes` nodes, computed at most RENEW steps ago."""
+        curve = self._curves.get((rows, max_nodes))
         if curve is None or self.steps - curve.made >= min(RENEW, 1 + self.steps // RENEW):
-            curve = self._curves[rows, most] = Curve(
+            curve = self._curves[rows, max_nodes] = Curve(
                 made=self.steps,
-                min_mean_cost=self.min_mean_cost(rows, most, cached),
-                min_marginal_cost=self.min_marginal_cost(rows, most, cached),
+                min_mean_cost=self.min_mean_cost(rows, max_nodes, cached),
+                min_marginal_cost=self.min_marginal_cost(rows, max_nodes, cached),
                 added=[],
             )
         return curve
 
-    def added_steps(self, rows: int, most: int, cached: int) -> list[tuple[float, float]]:
+    def added_steps(self, rows: int, max_nodes: int, cached: int) -> list[tuple[float, float]]:
         """Return the (optimistic, worst-case) time that 1, 2, ... draft tokens, of every row if
         padded, add to a step, in plain steps, up to a loss of CREDIT. Computed with `curve`.
         """
-        added, each = self.curve(rows, most, cached).added, rows if self.measured.padded else 1
-        for nodes in range(rows + each, 0 if added else most + 1, each):
+        added, each = self.curve(rows, max_nodes, cached).added, rows if self.measured.padded else 1
+        for nodes in range(rows + each, 0 if added else max_nodes + 1, each):
             longest = self.worst_case(rows, nodes, cached) - 1.0
             if longest > CREDIT:
                 break

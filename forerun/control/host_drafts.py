@@ -105,11 +105,11 @@ class HostDrafts:
         forced_only  count only tokens that a grammar forces
         with_draft_model  whether a draft model takes part in the step
         """
-        least, count = CERTAIN, len(kv_len)
+        marginal_cost, count = CERTAIN, len(kv_len)
         if not forced_only:
-            most = count * (1 + self._nodes)
-            least = self._account.costs.min_marginal_cost(count, most, sum(kv_len))
-        rows = lookahead.predicted(slots, min(CERTAIN, max(MIN_PROB, least)))
+            max_nodes = count * (1 + self._nodes)
+            marginal_cost = self._account.costs.min_marginal_cost(count, max_nodes, sum(kv_len))
+        rows = lookahead.predicted(slots, min(CERTAIN, max(MIN_PROB, marginal_cost)))
         owners = [row for row, scores in enumerate(rows) for _ in scores]
         scores = [score for row in rows for score in row]
         selected, _ = self.select_nodes(scores, owners, kv_len, with_draft_model)
@@ -150,7 +150,7 @@ class HostDrafts:
         rows, cached, padded = len(kv_len), sum(kv_len), costs.measured.padded
         layers = ranked(scores, owners, padded)
         value = self._account.step_value(rows, cached, with_draft_model)
-        best, most, tokens, certain_longest, nodes = 0, 0.0, 0.0, 1.0, rows
+        best, best_gain, tokens, certain_longest, nodes = 0, 0.0, 0.0, 1.0, rows
         for number, layer in enumerate(layers, 1):
             nodes += rows if padded else 1
             tokens += sum(scores[index] for index in layer)
@@ -160,11 +160,11 @@ class HostDrafts:
                 certain_longest = longest
             if longest - certain_longest > max_loss:
                 break
-            if (gain := tokens - value * (time - 1.0)) > most:
-                best, most = number, gain
+            if (gain := tokens - value * (time - 1.0)) > best_gain:
+                best, best_gain = number, gain
         # If a draft model ran, verify at least its best token: a wrong cost is then corrected.
         best = max(best, int(with_draft_model and bool(layers) and max_loss >= 1.0))
-        return [index for layer in layers[:best] for index in layer], most
+        return [index for layer in layers[:best] for index in layer], best_gain
 
     def gain_without_model(self, report: StepReport) -> float:
         """Return the expected gain, in tokens of all rows beyond what their time would bring

@@ -132,8 +132,8 @@ class Shapes:
         """
         if (shape := self.choose(rows)) is not None:
             reason, depth = reasons.ON_LEVELS.format(shape.nodes), shape.depth
-            least = self._pass_prob(rows) if self._grown_on_host else 0.0
-            return Budget(shape.nodes, depth, reason, model_depth=depth, pass_prob=least)
+            pass_prob = self._pass_prob(rows) if self._grown_on_host else 0.0
+            return Budget(shape.nodes, depth, reason, model_depth=depth, pass_prob=pass_prob)
         return None if self._merged else Budget(0, 0, self._off_reason(rows))
 
     def _pass_prob(self, rows: int) -> float:

@@ -15,7 +15,7 @@ from forerun.control.constants import DECAY, PRIOR
 from forerun.types import Floats
 
 TENTHS = 10
-_WHOLE = -1
+_ALL_DEPTHS = -1
 """Key of the counts over all depths."""
 
 
@@ -49,12 +49,12 @@ class Confidence:
         """Return the calibrated probability. A depth (from 0) without observations uses those of
         all depths; without any, the result is `confidence` itself.
         """
-        whole = self._count(sampled, _WHOLE, confidence).rate(confidence)
-        return self._count(sampled, depth, confidence).rate(whole)
+        overall = self._count(sampled, _ALL_DEPTHS, confidence).rate(confidence)
+        return self._count(sampled, depth, confidence).rate(overall)
 
     def learn(self, sampled: bool, depth: int, confidence: float, right: bool) -> None:
         """Count whether the best token at `depth` was right, of this confidence."""
-        for each in (_WHOLE, depth):
+        for each in (_ALL_DEPTHS, depth):
             self._count(sampled, each, confidence).learn(right)
 
     def chances(self, depths: int) -> Floats:
@@ -64,7 +64,7 @@ class Confidence:
         found = np.zeros((2, 2, depths, TENTHS), np.float32)
         found[1] = 1.0
         for (sampled, depth, tenth), each in self._counts.items():
-            if depth == _WHOLE:
+            if depth == _ALL_DEPTHS:
                 found[:, int(sampled), :, tenth] = np.array(each.line(0.0, 1.0))[:, None]
         for (sampled, depth, tenth), each in self._counts.items():
             if 0 <= depth < depths:
@@ -81,12 +81,12 @@ class Confidence:
         any thread.
         """
         counts = self._counts.copy().items()
-        whole = {key: each for key, each in counts if key[1] == _WHOLE and each.tried}
+        overall = {key: each for key, each in counts if key[1] == _ALL_DEPTHS and each.tried}
         return {
             f"{'sampled' if sampled else 'greedy'}, confidence {tenth / TENTHS:.1f}": round(
                 each.right / each.tried, 3
             )
-            for (sampled, _, tenth), each in sorted(whole.items())
+            for (sampled, _, tenth), each in sorted(overall.items())
         }
 
 

@@ -60,14 +60,14 @@ class DeferredDraftExtend:
             self._ring = features.store()
         return True
 
-    def take(self, plan: Plan, rows: AnyArray, most: int) -> tuple[Ints, Ints]:
+    def take(self, plan: Plan, rows: AnyArray, max_tokens: int) -> tuple[Ints, Ints]:
         """Remove the next deferred tokens of rows int[n] from the deferred ones, row after row, at
-        most `most` in all. Returns int32[n], the position of each row's first one, and int32[n]
-        counts.
+        most `max_tokens` in all. Returns int32[n], the position of each row's first one, and
+        int32[n] counts.
         """
         slots, lag = plan.slots[rows], self.lag(plan)[rows]
         begin = self.begin[slots]
-        ends = np.minimum(np.cumsum(lag), most)
+        ends = np.minimum(np.cumsum(lag), max_tokens)
         counts = np.diff(ends, prepend=0).astype(np.int32)
         self.begin[slots] = np.where(counts < lag, begin + counts, -1)
         return begin, counts

@@ -169,11 +169,11 @@ class DraftPasses:
         for level in range(2, self._shape.depth + 1):
             deeper = [row for row in rows if level <= plan.max_depth[row]]
             more = [row for row in deeper if growing[row].best() >= plan.pass_prob]
-            wanted = sum(len(growing[row].frontier()) for row in more)
-            if not more or run + wanted > self._traits.max_nodes:
+            needed = sum(len(growing[row].frontier()) for row in more)
+            if not more or run + needed > self._traits.max_nodes:
                 break
             self._expand(plan, states, {row: growing[row] for row in more}, numbers, run)
-            run += wanted
+            run += needed
         return {row: tree.draft(int(plan.max_nodes[row])) for row, tree in growing.items()}
 
     def _expand(

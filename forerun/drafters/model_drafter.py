@@ -160,15 +160,15 @@ class ModelDrafter:
             return None
         depth = min(int(plan.max_depth.max()), self.traits.max_depth)
         # In a step without draft tokens the model is extended by prompts only.
-        wanted = (np.array(plan.known_counts) > 1) | ~plan.samples | (depth > 0)
-        if not wanted.any():
+        follows = (np.array(plan.known_counts) > 1) | ~plan.samples | (depth > 0)
+        if not follows.any():
             return None
         levels = next(levels for levels in self._levels if levels >= depth)
-        wanted &= self._deferred.begin[plan.slots] < 0
-        if self._traits.runs_roots and wanted.any():
+        follows &= self._deferred.begin[plan.slots] < 0
+        if self._traits.runs_roots and follows.any():
             # A sequence that begins after shared pages has no root before its first extension.
-            wanted &= np.array([state.ready > 0 for state in self._states_of(plan)])
-        slots, sure = plan.slots[wanted], self._passes.confidence
+            follows &= np.array([state.ready > 0 for state in self._states_of(plan)])
+        slots, sure = plan.slots[follows], self._passes.confidence
         chances = sure.chances(self.traits.max_depth) if self._traits.confident else None
         return OnDeviceDraftSpec(slots, self._width, levels, chances) if len(slots) else None
 

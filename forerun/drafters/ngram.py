@@ -388,8 +388,8 @@ class NgramDrafter:
             if nodes and depth:
                 text.update()
                 text.drafts += 1
-                least = max(self._min_prob, plan.min_prob)
-                paths = _Paths(text, least, depth, self._usual(text))
+                min_prob = max(self._min_prob, plan.min_prob)
+                paths = _Paths(text, min_prob, depth, self._usual(text))
                 drafts.append(paths.draft(text.places(), nodes))
             else:
                 drafts.append(NO_DRAFT)

@@ -174,15 +174,15 @@ def _open_file(path: Path, target: Architecture) -> Assistant:
         arch, warnings = _for_target(arch, hidden, target)
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from error
-    wanted = stored_tensors(file, arch)
+    tensors = stored_tensors(file, arch)
     for name, shape in _projections(arch, hidden).items():
-        wanted[name] = StoredTensor(file, f"nextn.{name}", StoredPart(name, shape, shape))
-    parts = [part for item in wanted.values() for part in item.parts]
+        tensors[name] = StoredTensor(file, f"nextn.{name}", StoredPart(name, shape, shape))
+    parts = [part for item in tensors.values() for part in item.parts]
     check_complete(
         arch, divided(file, arch)[0], path, {part.name: part.piece.stored_shape for part in parts}
     )
     ids = np.arange(arch.vocab, dtype=np.int32)
-    return Assistant(path, arch, hidden, wanted, None, ids, warnings)
+    return Assistant(path, arch, hidden, tensors, None, ids, warnings)
 
 
 def _open_folder(folder: Path, target: Architecture) -> Assistant:
@@ -192,15 +192,15 @@ def _open_folder(folder: Path, target: Architecture) -> Assistant:
     except ModelError as error:
         raise ModelError(f"{folder}: {error}") from error
     files, clusters = files_by_tensor(folder, MAPS), None
-    wanted = expected_tensors(arch) | _projections(arch, hidden)
+    expected = expected_tensors(arch) | _projections(arch, hidden)
     if ordered is not None:
         clusters = _clusters(files.pop(ORDERING, None), *ordered, arch.vocab, folder)
-        wanted[f"{CENTROIDS}.weight"] = len(clusters.tokens), arch.hidden
+        expected[f"{CENTROIDS}.weight"] = len(clusters.tokens), arch.hidden
     found = {name: file.tensors[name].shape for name, file in files.items()}
-    check_complete(arch, found, folder, wanted)
+    check_complete(arch, found, folder, expected)
     stored = {
         name: StoredTensor(files[name], name, StoredPart(name, shape, shape))
-        for name, shape in wanted.items()
+        for name, shape in expected.items()
     }
     ids = np.arange(arch.vocab, dtype=np.int32)
     return Assistant(folder, arch, hidden, stored, clusters, ids, warnings)
@@ -258,9 +258,9 @@ def _for_target(
             "must be 0)"
         )
     sizes = ("width", hidden, target.hidden), ("vocabulary", arch.vocab, target.vocab)
-    for what, own, wanted in sizes:
-        if own != wanted:
-            faults.append(f"it is for a {what} of {own}, the target's is {wanted}")
+    for what, own, of_target in sizes:
+        if own != of_target:
+            faults.append(f"it is for a {what} of {own}, the target's is {of_target}")
     layers, warnings = list[LayerSpec](), dict[str, None]()
     for number, spec in enumerate(arch.layer_specs):
         source, fault = _source(arch, spec, target)

@@ -283,13 +283,13 @@ def check_tensors(
     optional = borrowed or {}
     faults = [f"missing {name}" for name in expected if name not in files]
     for name, (file, stored) in files.items():
-        shape, wanted = file.tensors[stored].shape, expected.get(name, optional.get(name))
-        if name == "d2t" and wanted is None:
+        shape, expected_shape = file.tensors[stored].shape, expected.get(name, optional.get(name))
+        if name == "d2t" and expected_shape is None:
             continue  # A map onto the full vocabulary is the identity; checked with the ids.
-        if wanted is None:
+        if expected_shape is None:
             faults.append(f"unexpected {name}")
-        elif shape != wanted:
-            faults.append(f"{name} is {list(shape)}, not {list(wanted)}")
+        elif shape != expected_shape:
+            faults.append(f"{name} is {list(shape)}, not {list(expected_shape)}")
     if faults:
         raise ModelError(f"{draft} its configuration describes: {shortened(faults)}")
 

@@ -101,8 +101,8 @@ def _checked(
     """Return canonical name -> stored tensor of the layers; `there`: the file's names and shapes.
     Raises ModelError if one is missing, or has another shape.
     """
-    wanted = _wanted(file, target, count)
-    parts = [(name, part) for name, item in wanted.items() for part in item.parts]
+    expected = _wanted(file, target, count)
+    parts = [(name, part) for name, item in expected.items() for part in item.parts]
     check_stored(
         _NAMING.title,
         file.path,
@@ -111,17 +111,17 @@ def _checked(
         {part.name for name, part in parts if copied(name)},
     )
     absent = {name for name, part in parts if part.name not in there}
-    return {name: item for name, item in wanted.items() if name not in absent}
+    return {name: item for name, item in expected.items() if name not in absent}
 
 
 def _wanted(file: GgufFile, target: Architecture, count: int) -> dict[str, AnyStored]:
     """Return canonical name -> stored tensor of everything that the file may contain."""
-    arch, wanted = several(target, count), dict[str, AnyStored]()
+    arch, expected = several(target, count), dict[str, AnyStored]()
     for layer, spec in enumerate(arch.layer_specs):
         prefix = f"blk.{target.layers + layer}."
         for name, shape in layer_tensors(arch, spec).items():
             item = stored_in_layer(file, arch, spec, prefix, name, shape)
-            wanted[f"model.layers.{layer}.{name}"] = item
+            expected[f"model.layers.{layer}.{name}"] = item
         for name, (stored, piece) in own_pieces(arch, _NAMING, layer).items():
-            wanted[name] = StoredTensor(file, prefix + stored, piece)
-    return wanted
+            expected[name] = StoredTensor(file, prefix + stored, piece)
+    return expected

@@ -9,8 +9,8 @@ def lenient_requests(config: dict[str, Any]) -> list[str]:
     """Return a warning for each setting of speculators' files that asks to accept draft tokens that
     the target does not choose. They are never applied. Raises ModelError if one is no number.
     """
-    wanted = config.get("speculators_config")
-    methods = wanted.get("proposal_methods") if isinstance(wanted, dict) else None
+    speculators = config.get("speculators_config")
+    methods = speculators.get("proposal_methods") if isinstance(speculators, dict) else None
     warnings: list[str] = []
     for method in methods if isinstance(methods, list) else []:
         if not isinstance(method, dict):

@@ -28,19 +28,19 @@ CAUTION = 0.5
 """Added to the count of all other tokens. (Judged likewise: 0 is .2 % slower at T=.8.)"""
 
 
-def count_ngrams(tokens: AnyArray, wanted: AnyArray, starts: AnyArray, vocab: int) -> NgramTable:
+def count_ngrams(tokens: AnyArray, counted: AnyArray, starts: AnyArray, vocab: int) -> NgramTable:
     """Return the n-gram table of the answers in chats, with contexts of 1 to len(SEEN) tokens:
     modified Kneser-Ney smoothing, interpolated (Chen and Goodman 1999, section 3). After the
     longest contexts it counts followers; after a shorter one, which is used if the longer is
     unknown, the number of different tokens that preceded it before a follower.
 
     tokens  int[T] all chats
-    wanted  bool[T] tokens of answers
+    counted  bool[T] tokens of answers
     starts  int[C+1] where chats begin
     vocab   V
     """
     chat = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    at = np.flatnonzero(wanted)  # What is predicted, ...
+    at = np.flatnonzero(counted)  # What is predicted, ...
     context = np.zeros(len(at), np.int64)  # ... and the context it is known to follow so far.
     extensions, earlier, first = [], [np.zeros(1, np.int64)], 0
     nothing = np.zeros(0, np.int64)

@@ -44,14 +44,14 @@ def open_prediction(folder: Path, target: Checkpoint) -> PredictionLayers:
         )
     keys = Keys(config, f"{folder}/config.json: ")
     keys.get("architectures")
-    wanted = {
+    required = {
         "hidden_size": arch.hidden,
         "vocab_size": arch.vocab,
         "num_target_layers": arch.layers,
     }
     faults = [
         f"{name} is {keys.integer(name)}, the target's is {value}"
-        for name, value in wanted.items()
+        for name, value in required.items()
         if keys.integer(name) != value
     ]
     if faults:

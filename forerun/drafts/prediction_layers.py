@@ -202,17 +202,17 @@ def open_prediction_layers(
             f"(num_nextn_predict_layers), its tensors are those of {count}"
         )
     arch = several(target.architecture, count)
-    wanted = pieces(arch, naming, first, count, files)
+    parts = pieces(arch, naming, first, count, files)
     check_stored(
         naming.title,
         where,
-        {stored: piece.stored_shape for stored, piece in wanted.values()},
+        {stored: piece.stored_shape for stored, piece in parts.values()},
         {stored: file.tensors[stored].shape for stored, file in files.items()},
-        {stored for name, (stored, _) in wanted.items() if copied(name)},
+        {stored for name, (stored, _) in parts.items() if copied(name)},
     )
     layers = {
         name: StoredTensor(files[stored], stored, piece)
-        for name, (stored, piece) in wanted.items()
+        for name, (stored, piece) in parts.items()
         if stored in files
     }
     return layers_of(target, naming, layers, count, folder, target_ids)
@@ -221,20 +221,20 @@ def open_prediction_layers(
 def check_stored(
     title: str,
     where: Path,
-    wanted: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, tuple[int, ...]],
     there: Mapping[str, tuple[int, ...]],
     optional: Set[str],
 ) -> None:
     """Raise ModelError naming every tensor that is missing, unexpected or wrongly shaped, by its
     stored name. title: the owner of the layers, for the message.
     """
-    faults = [f"unexpected {stored}" for stored in there if stored not in wanted]
+    faults = [f"unexpected {stored}" for stored in there if stored not in expected]
     faults += [
-        f"missing {stored}" for stored in wanted if stored not in there and stored not in optional
+        f"missing {stored}" for stored in expected if stored not in there and stored not in optional
     ]
     faults += [
         f"{stored} is {list(there[stored])}, not {list(right)}"
-        for stored, right in wanted.items()
+        for stored, right in expected.items()
         if there.get(stored, right) != right
     ]
     if faults:

@@ -100,10 +100,10 @@ class Admission:
         the nodes of a step.
         """
         reading = [sequence for sequence in self.running if sequence.pending > 1]
-        least = min(map(self.shares.cost, reading), default=0.0)
+        lowest_cost = min(map(self.shares.cost, reading), default=0.0)
         room, opened = self.limits.max_nodes // 2, []
         for sequence in sorted(self.waiting, key=self.shares.cost):
-            if not self.free_slots or room <= 0 or self.shares.cost(sequence) >= least:
+            if not self.free_slots or room <= 0 or self.shares.cost(sequence) >= lowest_cost:
                 break
             if self._awaits_pages(sequence):
                 continue
@@ -237,10 +237,10 @@ def partial_match(
     tenant  of the text, and of the page
     """
     lookahead = index.lookahead
-    wanted = np.ascontiguousarray(tokens[: index.page_size + lookahead], np.int32)
-    if len(wanted) <= lookahead:
+    prefix = np.ascontiguousarray(tokens[: index.page_size + lookahead], np.int32)
+    if len(prefix) <= lookahead:
         return -1, 0
-    begin, size = salt + wanted[: 1 + lookahead].tobytes(), 4 * (index.page_size + lookahead)
+    begin, size = salt + prefix[: 1 + lookahead].tobytes(), 4 * (index.page_size + lookahead)
     alike = {
         key[len(salt) :]: child.page
         for key, child in islice(reversed(parent.children.items()), MOST_COMPARED)
@@ -249,6 +249,6 @@ def partial_match(
     if not alike:
         return -1, 0
     keys = np.frombuffer(b"".join(alike), np.int32).reshape(len(alike), -1)
-    counts = np.logical_and.accumulate(keys[:, : len(wanted)] == wanted, 1).sum(1)
+    counts = np.logical_and.accumulate(keys[:, : len(prefix)] == prefix, 1).sum(1)
     best = int(counts.argmax())
     return [*alike.values()][best], int(counts[best]) - lookahead

@@ -201,17 +201,17 @@ class DiskPages:
         # Of a full last page all but one token are reused; but states are there for its end alone.
         last = 0 if self._beside is None else 1 - lookahead
         tokens = sequence.tokens[: sequence.total - last]
-        most = (len(tokens) - lookahead) // size
+        full_pages = (len(tokens) - lookahead) // size
         known = index.acquire(tokens, salt)
         for entry in reversed(known):
             index.release(entry.page)
         usable = self._usable(tokens, known, salt)
-        least = usable + max(-(-LEAST_READ // size), 2)
-        if most < least:
+        min_pages = usable + max(-(-LEAST_READ // size), 2)
+        if full_pages < min_pages:
             return None
         data, digest = tokens.tobytes(), b""
         digests, keys = list[bytes](), list[bytes]()
-        for begin in range(0, most * size, size):
+        for begin in range(0, full_pages * size, size):
             key = data[4 * begin : 4 * (begin + size + lookahead)]
             digest = self.store.digest(digest, key if begin else salt + key)
             if digest not in self.store:
@@ -221,7 +221,7 @@ class DiskPages:
         sequence.stored = len(digests) * size
         while digests and not self._continues(digests):
             del digests[-1], keys[-1]
-        if len(keys) < least:
+        if len(keys) < min_pages:
             self._misses["absent"] += 1
             return None
         rate = 1000.0 * self._pace.tokens_per_ms
@@ -393,12 +393,12 @@ class DiskPages:
         """Read records for a reading, up to a damaged one. While one part is read, the engine's
         thread inserts the part before.
         """
-        most = max(READ_BYTES // store.record_bytes, 1)
-        size = min(most, len(numbers)) * store.record_bytes
+        per_read = max(READ_BYTES // store.record_bytes, 1)
+        size = min(per_read, len(numbers)) * store.record_bytes
         buffers = [np.empty(size, np.uint8).data for _ in range(2)]
         inserted: Future[bool] | None = None
-        for begin, into in zip(range(0, len(numbers), most), cycle(buffers), strict=False):
-            part = numbers[begin : begin + most]
+        for begin, into in zip(range(0, len(numbers), per_read), cycle(buffers), strict=False):
+            part = numbers[begin : begin + per_read]
             contents = self._contents_on_disk(store, reading, part, into)
             if inserted is not None:
                 self._engine.answer(inserted)
@@ -440,9 +440,9 @@ class DiskPages:
             digests.append(digest)
             if digest not in self.store:
                 missing.append((entry, digest))
-        most = max(WRITE_BYTES // self._contents.page_bytes, 1)
-        for begin in range(0, len(missing), most):
-            part = missing[begin : begin + most]
+        per_write = max(WRITE_BYTES // self._contents.page_bytes, 1)
+        for begin in range(0, len(missing), per_write):
+            part = missing[begin : begin + per_write]
             contents = self._engine.run(partial(self._contents_of, [entry for entry, _ in part]))
             for (entry, digest), content in zip(part, contents, strict=False):
                 if not self._append(self.store, digest, self._own(entry), content):
@@ -468,9 +468,9 @@ class DiskPages:
         tokens = np.frombuffer(data, np.int32)
         worth = self._engine.run(partial(self._worth, tokens, writing))
         numbers = [number for number in worth if digests[number] not in store]
-        most = max(WRITE_BYTES // store.record_bytes, 1)
-        for begin in range(0, len(numbers), most):
-            part = numbers[begin : begin + most]
+        per_write = max(WRITE_BYTES // store.record_bytes, 1)
+        for begin in range(0, len(numbers), per_write):
+            part = numbers[begin : begin + per_write]
             contents = self._engine.run(partial(self._contents_beside, tokens, writing, part))
             for number, content in zip(part, contents, strict=True):
                 key = self._own(writing.chain[number])

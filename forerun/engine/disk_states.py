@@ -112,8 +112,8 @@ class DiskWindows(DiskRecords):
     def worth(self, text: CachedText, ends: list[int]) -> list[int]:
         """Return the numbers of the pages in complete windows before `ends`."""
         windows = [self.needed(end) for end in ends]
-        whole = [each for each in windows if all(self._has(text, number) for number in each)]
-        return sorted({number for each in whole for number in each})
+        complete = [each for each in windows if all(self._has(text, number) for number in each)]
+        return sorted({number for each in complete for number in each})
 
     def read(self, text: CachedText, number: int) -> bytes | None:
         """Return the window contents of page `number`; None if they were freed."""

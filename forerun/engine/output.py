@@ -84,8 +84,8 @@ class FastDetokenize:
         """
         if not sequence.bulk or sequence.total >= sequence.limit:
             return False
-        whole = self._whole
-        return all(whole[token] for token in tokens)
+        is_whole = self._whole
+        return all(is_whole[token] for token in tokens)
 
 
 def make_delta(sequence: Sequence, output: RowOutput, logprobs: Reports) -> Delta | None:

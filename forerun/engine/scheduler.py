@@ -210,11 +210,12 @@ class Scheduler(Admission):
         """Return the budgets, lowered to what `room`, the sequences' limits and the page pool
         allow; reserves their pages. Parameters as in `allocate_draft_tokens`.
         """
-        most = sizes[len(self.running) - 1] - 1 if (sizes := self.limits.row_nodes) else room
+        max_nodes = sizes[len(self.running) - 1] - 1 if (sizes := self.limits.row_nodes) else room
         # A row at its limit, or beyond it without output tokens, gets none: others have its share.
         left = [max(row.limit - row.total - own, 0) for row in rows]
         wanted = [
-            min(budget.nodes, most, most * rest) for budget, rest in zip(budgets, left, strict=True)
+            min(budget.nodes, max_nodes, max_nodes * rest)
+            for budget, rest in zip(budgets, left, strict=True)
         ]
         given = list[Budget]()
         nodes = max_min_fair_split(wanted, room)

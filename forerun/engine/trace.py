@@ -55,13 +55,13 @@ class StepTrace:
     ms: float
 
 
-def bounded(row: DraftRow, most: int = MAX_NODES) -> DraftRow:
-    """Return the first draft tokens of a row, at most `most`, and all accepted ones."""
-    if len(row.tokens) <= most:
+def bounded(row: DraftRow, max_nodes: int = MAX_NODES) -> DraftRow:
+    """Return the first draft tokens of a row, at most `max_nodes`, and all accepted ones."""
+    if len(row.tokens) <= max_nodes:
         return row
-    path = row.accepted[:most]
+    path = row.accepted[:max_nodes]
     others = [node for node in range(len(row.tokens)) if node not in set(path)]
-    shown = sorted(path + others[: most - len(path)])
+    shown = sorted(path + others[: max_nodes - len(path)])
     place = {node: index for index, node in enumerate(shown)} | {-1: -1}
     return DraftRow(
         [row.tokens[node] for node in shown],

@@ -132,8 +132,8 @@ def gguf_fetched(
         return folder / choose_gguf(names, reference)
     name = choose_gguf(names, reference)
     layers = layers_for(names, name)
-    wanted = [*part_names(name), *([layers] if layers else [])]
-    return _snapshot(repository, wanted, cache, revision) / name
+    files = [*part_names(name), *([layers] if layers else [])]
+    return _snapshot(repository, files, cache, revision) / name
 
 
 def check(repository: str, revision: str | None = None) -> None:

@@ -79,19 +79,19 @@ def choose_gguf(names: list[str], reference: HubReference) -> str:
     parts, the first part. Vision towers and separate MTP layers are skipped. Raises NoGgufError if
     there is no GGUF file, ModelError, which lists the files, if the named one is absent.
     """
-    whole = sorted(filter(is_model_file, names))
-    if not whole:
+    models = sorted(filter(is_model_file, names))
+    if not models:
         raise NoGgufError(f"{reference.repository} has no GGUF file")
     if reference.file is None:
-        ranked = [name for kind in PREFERRED for name in whole if _kind(name) == kind.lower()]
-        return (ranked or whole)[0]
-    wanted = reference.file.lower()
-    for name in whole:
+        ranked = [name for kind in PREFERRED for name in models if _kind(name) == kind.lower()]
+        return (ranked or models)[0]
+    file = reference.file.lower()
+    for name in models:
         last = name.rsplit("/", 1)[-1].lower()
-        if wanted in (last, last.removesuffix(".gguf"), _whole_name(last), _kind(name)):
+        if file in (last, last.removesuffix(".gguf"), _whole_name(last), _kind(name)):
             return name
     raise ModelError(
-        f"{reference.repository} has no GGUF file {reference.file!r}; it has {', '.join(whole)}"
+        f"{reference.repository} has no GGUF file {reference.file!r}; it has {', '.join(models)}"
     )
 
 
@@ -99,9 +99,9 @@ def layers_for(names: list[str], model: str) -> str | None:
     """Return the file of MTP layers (mtp-*.gguf) that belongs to the file `model` among a
     repository's `names`: of the same quantisation, else by PREFERRED; None if there is none.
     """
-    folder, wanted = model.rpartition("/")[0], f"mtp-{plain_name(model)}"
+    folder, layers_name = model.rpartition("/")[0], f"mtp-{plain_name(model)}"
     beside = (n for n in names if n.endswith(".gguf") and n.rpartition("/")[0] == folder)
-    found = sorted(name for name in beside if plain_name(name) == wanted)
+    found = sorted(name for name in beside if plain_name(name) == layers_name)
     kinds = [_kind(model), *(kind.lower() for kind in PREFERRED)]
     ranked = [name for kind in kinds for name in found if _kind(name) == kind]
     return next(iter(ranked or found), None)

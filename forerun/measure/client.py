@@ -209,8 +209,8 @@ async def load_level(
         return done, perf_counter() - started
 
 
-def find_model(url: str, api_key: str, wanted: str | None) -> str:
-    """Return the name of the model to measure: `wanted`, or the first that GET {url}/models lists
+def find_model(url: str, api_key: str, name: str | None) -> str:
+    """Return the name of the model to measure: `name`, or the first that GET {url}/models lists
     (10 s timeout). Raises ConfigError if the address is invalid, or the server does not answer, is
     not ready or lists none.
     """
@@ -220,8 +220,8 @@ def find_model(url: str, api_key: str, wanted: str | None) -> str:
         httpx.URL(url)
     except httpx.InvalidURL as error:
         raise ConfigError(f"{url} is no address: {error}.") from error
-    if wanted:
-        return wanted
+    if name:
+        return name
     endpoint = Endpoint(url, "", api_key)
     try:
         answer = httpx.get(

@@ -316,8 +316,8 @@ def _difference(expected: Completion, found: Completion) -> str | None:
     """Return, as text, where an answer differs from the reference; None if it does not."""
     if found.finish == Finish.ABORT:
         count = len(found.tokens)
-        whole = found.text.rstrip("\ufffd")  # An incomplete last character.
-        if found.tokens == expected.tokens[:count] and expected.text.startswith(whole):
+        complete = found.text.rstrip("\ufffd")  # An incomplete last character.
+        if found.tokens == expected.tokens[:count] and expected.text.startswith(complete):
             return None
         return f"aborted after {found.tokens}, but alone it is {expected.tokens}"
     if found.tokens != expected.tokens or found.finish != expected.finish:

@@ -156,5 +156,5 @@ class CaseSource:
             "ignore_eos": (False, True),
         }
         options = {name: self._pick(*values) for name, values in usual.items()}
-        most = self._pick(48, 48, 150)
-        return options | {"max_tokens": int(self._random.integers(5, most))}
+        longest = self._pick(48, 48, 150)
+        return options | {"max_tokens": int(self._random.integers(5, longest))}

@@ -88,9 +88,9 @@ class Lengths:
     answer: int | None = None
     ratio: float = 1.0
 
-    def draw(self, most: int, random: np.random.Generator) -> int:
-        """Return one length, in tokens, drawn from `ratio` * `most` to `most`."""
-        return int(random.integers(max(1, round(self.ratio * most)), most + 1))
+    def draw(self, longest: int, random: np.random.Generator) -> int:
+        """Return one length, in tokens, drawn from `ratio` * `longest` to `longest`."""
+        return int(random.integers(max(1, round(self.ratio * longest)), longest + 1))
 
 
 class MadePrompts:

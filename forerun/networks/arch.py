@@ -91,10 +91,10 @@ class ArchitectureSizes:
 
     def __post_init__(self) -> None:
         """Raise ModelError for impossible sizes, so that every ArchitectureSizes is valid."""
-        for name, most in _MOST.items():
+        for name, limit in _MOST.items():
             value = getattr(self, name)
-            if not 1 <= value <= most:
-                raise ModelError(f"the model's {name} is {value}; it must be 1 to {most}")
+            if not 1 <= value <= limit:
+                raise ModelError(f"the model's {name} is {value}; it must be 1 to {limit}")
         if self.heads % self.kv_heads:
             raise ModelError(
                 f"{self.heads} attention heads cannot share {self.kv_heads} key/value heads evenly"
@@ -341,8 +341,8 @@ class Architecture:
         the last layer, skipping layers without positions if others have them.
         """
         turned = [spec for spec in self.layer_specs if spec.rope.rotated != 0] or self.layer_specs
-        whole = [spec for spec in turned if spec.attention.window is None]
-        return (whole or turned)[-1].rope
+        full = [spec for spec in turned if spec.attention.window is None]
+        return (full or turned)[-1].rope
 
     def for_context(self, context: int | None) -> "Architecture":
         """Return the model for texts of up to `context` tokens; None: up to the original context.

@@ -119,13 +119,15 @@ def _densely(config: Mapping[str, Any], about: _Indexed) -> Mapping[str, Any]:
     }
 
 
-def read_json(path: Path, most: int = _MOST_BYTES) -> dict[str, Any]:
-    """Read the JSON object in a file of at most `most` bytes. Raises ModelError if the file is
+def read_json(path: Path, max_bytes: int = _MOST_BYTES) -> dict[str, Any]:
+    """Read the JSON object in a file of at most `max_bytes` bytes. Raises ModelError if the file is
     larger, cannot be read, or contains no object.
     """
     try:
-        if path.stat().st_size > most:
-            raise ModelError(f"{path} is larger than {most >> 20} MiB, the limit for this file")
+        if path.stat().st_size > max_bytes:
+            raise ModelError(
+                f"{path} is larger than {max_bytes >> 20} MiB, the limit for this file"
+            )
         value = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {reason_of(error)}") from error

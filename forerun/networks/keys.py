@@ -111,9 +111,11 @@ class Keys:
                 + ", ".join(culprits[:8])
             )
 
-    def unfit(self, name: str, value: Any, wanted: str) -> ModelError:
-        """Return the error that `name` has this value and must be `wanted`; does not raise it."""
-        return ModelError(f"{self.prefix}{name} is {shown(value)}; it must be {wanted}")
+    def unfit(self, name: str, value: Any, requirement: str) -> ModelError:
+        """Return the error that `name` has this value and must be `requirement`; does not raise
+        it.
+        """
+        return ModelError(f"{self.prefix}{name} is {shown(value)}; it must be {requirement}")
 
     def _present(self, name: str, default: Any) -> Any:
         value = self.get(name, default)

@@ -379,9 +379,9 @@ class LayerSpec:
             case ShortConvolution(channels, window):
                 bounds["convolution's channels"] = (channels, 1, _MOST_WIDTH)
                 bounds["convolution's window"] = (window, 2, _MOST_CONVOLVED)
-        for name, (value, least, most) in bounds.items():
-            if not least <= value <= most:
-                raise ModelError(f"the model's {name} is {value}; it must be {least} to {most}")
+        for name, (value, low, high) in bounds.items():
+            if not low <= value <= high:
+                raise ModelError(f"the model's {name} is {value}; it must be {low} to {high}")
         for name, number in (("scale", attention.scale), ("softcap", attention.softcap or 1.0)):
             check_factor(f"attention {name}", number)
         check_factor("residual multiplier", self.residual)

@@ -63,18 +63,18 @@ def read(words: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings, Scale]:
     dashes, or of the field: model=..., max-sequences=8, replicas=2. Raises one ConfigError that
     lists all unknown options and all invalid values.
     """
-    wanted = {name.replace("_", "-"): str(value) for name, value in words.items()}
+    options = {name.replace("_", "-"): str(value) for name, value in words.items()}
     problems: list[str] = []
-    config, settings = _of(EngineConfig, wanted, problems), _of(ServeSettings, wanted, problems)
+    config, settings = _of(EngineConfig, options, problems), _of(ServeSettings, options, problems)
     numbers = {item.name: item.type for item in fields(Scale)}
     scale: dict[str, Any] = {}
-    for name in numbers.keys() & wanted.keys():
-        text = wanted.pop(name)
+    for name in numbers.keys() & options.keys():
+        text = options.pop(name)
         try:
             scale[name] = int(text) if numbers[name] is int else float(text)
         except ValueError:
             problems.append(f"{name} takes a number, not {text!r}.")
-    problems += [f"{name} is not an option of replicas, serve or the engine." for name in wanted]
+    problems += [f"{name} is not an option of replicas, serve or the engine." for name in options]
     if problems:
         raise ConfigError("\n".join(problems))
     found = EngineConfig(**config), ServeSettings(**settings), Scale(**scale)
@@ -88,17 +88,17 @@ def read(words: Mapping[str, Any]) -> tuple[EngineConfig, ServeSettings, Scale]:
     return found
 
 
-def _of(kind: type[Any], wanted: dict[str, str], problems: list[str]) -> dict[str, Any]:
-    """Return the values that `wanted` has for the fields of `kind`, and remove these options from
-    `wanted`; adds a message per invalid value to `problems`.
+def _of(kind: type[Any], options: dict[str, str], problems: list[str]) -> dict[str, Any]:
+    """Return the values that `options` has for the fields of `kind`, and remove these options from
+    `options`; adds a message per invalid value to `problems`.
     """
     found: dict[str, Any] = {}
     for item in fields(kind):
         option = own_option(item)
-        if option.name not in wanted:
+        if option.name not in options:
             continue
         try:
-            found |= option.assign(option.name, wanted.pop(option.name))
+            found |= option.assign(option.name, options.pop(option.name))
         except ConfigError as error:
             problems.append(str(error))
     return found

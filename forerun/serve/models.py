@@ -315,12 +315,12 @@ class Models:
         """Unload unused models, the least recently used first, until this one fits beside those
         that are being loaded.
         """
-        most = self.settings.max_loaded_models
+        limit = self.settings.max_loaded_models
         while True:
             loaded = [one for one in self.entries.values() if one.state == "loaded"]
             coming = [one for one in self.entries.values() if one.state == "loading"]
             free = self.memory() - sum(one.needed for one in coming)
-            few = not most or len(loaded) + len(coming) < most
+            few = not limit or len(loaded) + len(coming) < limit
             if few and free >= entry.needed:
                 return
             idle = [one for one in loaded if not one.active]
@@ -332,10 +332,10 @@ class Models:
                 continue
             if not idle:
                 names = ", ".join(one.source.name for one in loaded)
-                wanted, left = f"{entry.needed / 1e9:.1f}", f"{free / 1e9:.1f}"
-                why = f"which takes about {wanted} GB of {left} that are free"
+                needed_gb, left = f"{entry.needed / 1e9:.1f}", f"{free / 1e9:.1f}"
+                why = f"which takes about {needed_gb} GB of {left} that are free"
                 if not few:
-                    why = f"since {most} models may be loaded (max-loaded-models)"
+                    why = f"since {limit} models may be loaded (max-loaded-models)"
                 raise unavailable(
                     f"There is no room for {entry.source.name}, {why}, while {names} answer; try "
                     "again later.",

@@ -100,7 +100,7 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         extra: Mapping[str, Any] | None = None,
         continues: bool = False,
-        most: int | None = None,
+        max_tokens: int | None = None,
         marks: Marks | None = None,
     ) -> Ints:
         """Return int32[T], the prompt's ids. Control strings in users' texts are encoded as
@@ -111,7 +111,7 @@ class ChatTemplate:
         add_generation_prompt  end with the beginning of an answer
         extra      further variables for the template (chat_template_kwargs)
         continues  the prompt ends within the last message, which the model continues
-        most       tokens that there is room for: a text that certainly has more is not encoded;
+        max_tokens  tokens that there is room for: a text that certainly has more is not encoded;
                    None = no limit
         marks      around reasoning: a message to be continued may end inside it
 
@@ -120,13 +120,13 @@ class ChatTemplate:
         """
         if not continues:
             text, marker = self._render(messages, tools, add_generation_prompt, extra)
-            return self._encode(text, marker, most)
+            return self._encode(text, marker, max_tokens)
         last, place = messages[-1] if messages else {}, f"messages[{len(messages) - 1}]"
         begun = marks.begun(last) if marks and last.get("role") == "assistant" else None
         if marks is not None and begun is not None:
             text, marker = self._render(messages[:-1], tools, True, extra, begun)
             thought = Escape(self._controls, marker).text(begun)
-            return self._encode(marks.going_on(text, thought), marker, most)
+            return self._encode(marks.going_on(text, thought), marker, max_tokens)
         if last.get("role") != "assistant" or not str(last.get("content") or "").strip():
             raise RequestError(
                 f"continue_final_message: {place} must be the assistant's text so far.", place
@@ -139,7 +139,7 @@ class ChatTemplate:
             raise RequestError(
                 "continue_final_message: this model's template leaves the last message out.", place
             )
-        return self._encode(text, marker, most)
+        return self._encode(text, marker, max_tokens)
 
     def render(
         self,
@@ -195,9 +195,11 @@ class ChatTemplate:
             self._tokenizer.names | names | {"add_generation_prompt": True}
         )
 
-    def _encode(self, text: str, marker: str, most: int | None) -> Ints:
-        if most is not None and len(text) > most // 4:  # A character counts as four at most.
-            self._check_length(text.replace(marker, ""), most)
+    def _encode(self, text: str, marker: str, max_tokens: int | None) -> Ints:
+        if (
+            max_tokens is not None and len(text) > max_tokens // 4
+        ):  # A character counts as four at most.
+            self._check_length(text.replace(marker, ""), max_tokens)
         ids: list[int] = []
         for part in self._tokenizer.split(text, self._controls.whole):
             if isinstance(part, int):
@@ -209,18 +211,18 @@ class ChatTemplate:
                 ids += self._tokenizer.encode_within(piece)
         return np.array(ids, np.int32)
 
-    def _check_length(self, text: str, most: int) -> None:
-        """Raise ContextError if a text certainly has more than `most` tokens, without encoding
-        it.
+    def _check_length(self, text: str, max_tokens: int) -> None:
+        """Raise ContextError if a text certainly has more than `max_tokens` tokens, without
+        encoding it.
         """
-        least = self._tokenizer.least_tokens(text)
-        if least > most:
+        lower_bound = self._tokenizer.least_tokens(text)
+        if lower_bound > max_tokens:
             raise ContextError(
-                f"This model's maximum context length is {most} tokens, but the conversation has "
-                f"at least {least} tokens. Shorten the messages.",
+                f"This model's maximum context length is {max_tokens} tokens, but the conversation "
+                f"has at least {lower_bound} tokens. Shorten the messages.",
                 "messages",
-                least,
-                context=most,
+                lower_bound,
+                context=max_tokens,
             )
 
     def _cut_unmarked(self, text: str) -> list[str]:

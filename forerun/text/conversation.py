@@ -94,12 +94,14 @@ class TemplateTraits:
         written as text if none does.
         """
         empty = self._try(_tool_turns(CallStyle("", "object", True)), [_tool()]) or ""
-        most = len(_EMPTY_WORDS.findall(empty))
+        in_empty = len(_EMPTY_WORDS.findall(empty))
         for style in _STYLES:
             text = self._try(_tool_turns(style), [_tool()])
             if text is None or not _holds(text, [_NAME, _CITY, _ANSWER, _AGAIN]):
                 continue
-            spelled = empty and len(_EMPTY_WORDS.findall(text)) > most  # Content None, as a word.
+            spelled = (
+                empty and len(_EMPTY_WORDS.findall(text)) > in_empty
+            )  # Content None, as a word.
             if not spelled and '{\\"city' not in text:  # JSON text, encoded once more.
                 return style
         own = self.tool_format

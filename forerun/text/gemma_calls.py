@@ -147,8 +147,8 @@ class _Arguments:
         if self._key:
             self._key = False
             return json.dumps(word, ensure_ascii=False), rest
-        whole = loads_or(word, NOTHING) is not NOTHING
-        return word if whole else json.dumps(word, ensure_ascii=False), rest
+        is_json = loads_or(word, NOTHING) is not NOTHING
+        return word if is_json else json.dumps(word, ensure_ascii=False), rest
 
     def _json_string(self, text: str) -> tuple[str, str] | None:
         """Parse a string in JSON, which is returned unchanged if it is valid."""
@@ -160,8 +160,8 @@ class _Arguments:
             return None
         self._read, self._key = 0, False
         word, rest = text[: at + 1], text[at + 1 :]
-        whole = isinstance(loads_or(word, NOTHING), str)
-        return word if whole else json.dumps(word[1:-1], ensure_ascii=False), rest
+        is_json = isinstance(loads_or(word, NOTHING), str)
+        return word if is_json else json.dumps(word[1:-1], ensure_ascii=False), rest
 
 
 _KEY_END = re.compile(r"[:}]")

@@ -29,7 +29,7 @@ class LengthBound:
     ascii: bool
     blanks: int = 0
 
-    def least(self, text: str) -> int:
+    def lower_bound(self, text: str) -> int:
         """Return a lower bound of the tokens of `text`, whether control strings in it are
         recognised or not; 0 if it is unknown. Takes a millisecond per megabyte. Lone surrogates are
         not counted.
@@ -38,8 +38,8 @@ class LengthBound:
             return 0
         encoding = "ascii" if self.ascii else "utf-8"
         data = text.replace(SPACE_MARK, "").encode(encoding, "ignore")
-        least = -(-len(data.translate(None, _BLANK)) // self.longest)
-        return max(least, -(-_spaces(data) // self.blanks)) if self.blanks else least
+        bound = -(-len(data.translate(None, _BLANK)) // self.longest)
+        return max(bound, -(-_spaces(data) // self.blanks)) if self.blanks else bound
 
 
 UNKNOWN = LengthBound(0, ascii=True)
@@ -81,12 +81,12 @@ def length_bound(
 
 def _most(tokens: Iterable[bytes], count: Callable[[bytes], int]) -> int:
     """Return the largest count of bytes in a token. tokens: the longest first."""
-    most = 0
+    largest = 0
     for token in tokens:
-        if len(token) <= most:
+        if len(token) <= largest:
             break
-        most = max(most, count(token))
-    return most
+        largest = max(largest, count(token))
+    return largest
 
 
 def _spaces(data: bytes) -> int:

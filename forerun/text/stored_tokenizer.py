@@ -79,7 +79,7 @@ def file_tokenizer(
     eos_ids: tuple[int, ...],
     bos_id: int | None,
     names: Mapping[str, str | None],
-    most: int,
+    vocab: int,
 ) -> Tokenizer:
     """Return the tokenizer of a `tokenizer.json`, as `Tokenizer.from_file`, from the cache if
     possible.
@@ -89,11 +89,11 @@ def file_tokenizer(
     except OSError as error:
         raise ModelError(f"cannot read the tokenizer {path}: {error}") from error
     check_fetched(path, content)
-    around = json.dumps((eos_ids, bos_id, sorted(names.items()), most)).encode()
+    around = json.dumps((eos_ids, bos_id, sorted(names.items()), vocab)).encode()
     return _stored_or(
         b"json" + sha256(content).digest() + around,
-        lambda: document(path, most),
-        lambda: Tokenizer.from_file(path, eos_ids, bos_id, names, most),
+        lambda: document(path, vocab),
+        lambda: Tokenizer.from_file(path, eos_ids, bos_id, names, vocab),
     )
 
 

@@ -199,20 +199,20 @@ class Tokenizer:
         eos_ids: Iterable[int] = (),
         bos_id: int | None = None,
         names: Mapping[str, str | None] | None = None,
-        most: int | None = None,
+        vocab: int | None = None,
     ) -> Self:
         """Return the tokenizer of a `tokenizer.json`; end-of-text and begin-of-text ids come from
         the model's configuration files.
 
         names  special tokens in other files of the tokenizer (TextEnds.named): `bos_token`
                overrides `bos_id`, `eos_token` is added to `eos_ids`
-        most   added tokens with ids from this on are dropped: the model has no embeddings for them
+        vocab  added tokens with ids from this on are dropped: the model has no embeddings for them
                (images and the like)
 
         Raises ModelError if the file cannot be read, exceeds the limits (check_limits), or is of an
         unsupported kind.
         """
-        spec = document(Path(path), most)
+        spec = document(Path(path), vocab)
         whole = partial(_unpacked, zlib.compress(json.dumps(spec).encode(), 1))
         return cls._from_json(spec, tuple(eos_ids), bos_id, whole, names or {})
 
@@ -293,7 +293,7 @@ class Tokenizer:
         """Return a lower bound of the tokens of `text`, without encoding it; 0 if that is
         unknown.
         """
-        return self.bound().least(text)
+        return self.bound().lower_bound(text)
 
     def encode_part(self, text: str, first: bool) -> list[int]:
         """Return the ids of a part of a text, in which control strings are ordinary text.
@@ -371,8 +371,8 @@ class Tokenizer:
         return piece[min(spaces, self.leading_spaces) :]
 
 
-def document(path: Path, most: int | None) -> dict[str, Any]:
-    """Return a `tokenizer.json` without added tokens whose ids are `most` or more. Raises
+def document(path: Path, vocab: int | None) -> dict[str, Any]:
+    """Return a `tokenizer.json` without added tokens whose ids are `vocab` or more. Raises
     ModelError if it is damaged or no BPE.
     """
     try:
@@ -387,7 +387,7 @@ def document(path: Path, most: int | None) -> dict[str, Any]:
             "only 'BPE' is supported"
         )
     try:
-        return spec if most is None else without_foreign(spec, most)
+        return spec if vocab is None else without_foreign(spec, vocab)
     except Exception as error:  # A part of another type than it must have.
         raise ModelError(f"{path}: the tokenizer cannot be built: {error!r}") from error
 

@@ -45,12 +45,12 @@ def served(spec: dict[str, Any]) -> dict[str, Any]:
     return parts | _OFF | {"model": known | {"dropout": None}}
 
 
-def without_foreign(spec: dict[str, Any], most: int) -> dict[str, Any]:
-    """Return a copy of a `tokenizer.json` document without added tokens whose ids are `most` or
-    more.
+def without_foreign(spec: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return a copy of a `tokenizer.json` document without added tokens whose ids are
+    `vocab_size` or more.
     """
     added = spec.get("added_tokens") or []
-    foreign = {token["content"] for token in added if int(token["id"]) >= most}
+    foreign = {token["content"] for token in added if int(token["id"]) >= vocab_size}
     vocab = spec["model"].get("vocab") or {}
     known = {text: id for text, id in vocab.items() if text not in foreign}
     remaining = [token for token in added if token["content"] not in foreign]

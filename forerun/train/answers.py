@@ -286,16 +286,16 @@ class Session:
         """
         if self._over:
             return None
-        most = self._generator.config.max_tokens
+        max_tokens = self._generator.config.max_tokens
         if self._answering:
             prompt = self._generator.chat.encode(self._messages)
             self._request = ContinuationRequest(
-                prompt, self._temperature, self._seed, most, repeats
+                prompt, self._temperature, self._seed, max_tokens, repeats
             )
         else:
             first_message = self._generator.first_message(self._messages)
             self._request = ContinuationRequest(
-                first_message, 1.0, self._seed + len(self._messages), most
+                first_message, 1.0, self._seed + len(self._messages), max_tokens
             )
         return self._request
 

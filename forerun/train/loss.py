@@ -277,8 +277,8 @@ class Anchors:
     valid: Tensor
 
     @staticmethod
-    def drawn(loss_mask: Tensor, most: int, seed: int) -> "Anchors":
-        """Draw at most `most` blocks per text, by `seed`, among the positions whose successor
+    def drawn(loss_mask: Tensor, max_blocks: int, seed: int) -> "Anchors":
+        """Draw at most `max_blocks` blocks per text, by `seed`, among the positions whose successor
         belongs to an answer.
 
         loss_mask  bool[B,T], tokens of answers, on the CPU
@@ -287,7 +287,7 @@ class Anchors:
         begins[:, 1:-1] = loss_mask[:, 2:]  # A root is never the first token.
         noise = torch.rand(loss_mask.shape, generator=torch.Generator().manual_seed(seed))
         value, place = noise.masked_fill(~begins, torch.inf).sort(1)
-        count = min(most, loss_mask.shape[1])
+        count = min(max_blocks, loss_mask.shape[1])
         valid = value[:, :count] < torch.inf
         return Anchors(place[:, :count].masked_fill(~valid, 0), valid)
 

@@ -69,10 +69,10 @@ def test_parts_of_another_type_are_one_sentence(tmp_path, added, most):
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(small_spec(added_tokens=added)))
     with pytest.raises(ModelError, match="the tokenizer cannot be built"):
-        Tokenizer.from_file(path, most=most)
+        Tokenizer.from_file(path, vocab=most)
     path.write_text(json.dumps(small_spec(model={"vocab": added})))
     with pytest.raises(ModelError, match="the tokenizer cannot be built"):
-        Tokenizer.from_file(path, most=most)
+        Tokenizer.from_file(path, vocab=most)
 
 
 def test_what_says_nothing_is_no_hindrance(tmp_path):

@@ -269,9 +269,9 @@ def _plain(
 ) -> tuple[LayerSpec, ...]:
     """Return the layers of all other families."""
     window = _window(keys) if family in _WINDOWS else None
-    whole = keys.integer("feed_forward_length", 0 if family in _EXPERTS else None)
+    width = keys.integer("feed_forward_length", 0 if family in _EXPERTS else None)
     if family == "granite":
-        whole = keys.integer("expert_shared_feed_forward_length", 0) or whole
+        width = keys.integer("expert_shared_feed_forward_length", 0) or width
         for name in _OF_MAMBA:
             keys.get(name)
     own_scale = _factor(keys, family, "attention.scale", sizes.head_size**-0.5)
@@ -283,7 +283,7 @@ def _plain(
     spec = LayerSpec(
         attention,
         _rope(keys, sizes, file, family, latent),
-        Dense(whole, "blk.0.ffn_up.bias" in file.tensors),
+        Dense(width, "blk.0.ffn_up.bias" in file.tensors),
         norms="post" if family in ("olmo2", "olmo3", "exaone4") else "pre",
         qk_norm=normed and not wide,
         wide_qk_norm=wide,
@@ -313,21 +313,21 @@ def _plain(
     return convolution_layers(keys, sizes, layers) if family in CONVOLUTIONS else layers
 
 
-def _olmo3(keys: Keys, sizes: ArchitectureSizes, whole: LayerSpec) -> tuple[LayerSpec, ...]:
+def _olmo3(keys: Keys, sizes: ArchitectureSizes, full: LayerSpec) -> tuple[LayerSpec, ...]:
     """Return the layers with a window, and without scaled positions. Both factors that converters
     write are YaRN's whole factor, not an additional one: transformers' `attention_factor`.
     """
     named = ("attn_factor", "yarn_attn_factor")
     factor = next(filter(None, (keys.real(f"rope.scaling.{n}", 0.0) for n in named)), None)
-    scaling = whole.rope.scaling
+    scaling = full.rope.scaling
     if isinstance(scaling, Yarn) and factor is not None:
         scaling = replace(scaling, attention_factor=factor)
-        whole = replace(whole, rope=replace(whole.rope, scaling=scaling))
-    attention = replace(whole.attention, window=_window(keys))
-    rope = Rope(keys.real("rope.freq_base_swa", whole.rope.theta))
-    local = replace(whole, attention=attention, rope=rope)
+        full = replace(full, rope=replace(full.rope, scaling=scaling))
+    attention = replace(full.attention, window=_window(keys))
+    rope = Rope(keys.real("rope.freq_base_swa", full.rope.theta))
+    local = replace(full, attention=attention, rope=rope)
     slides = _slides(keys, sizes.layers, _WINDOWED)
-    return tuple(local if slide else whole for slide in slides)
+    return tuple(local if slide else full for slide in slides)
 
 
 def _slides(keys: Keys, layers: int, every: int) -> list[bool]:
@@ -351,9 +351,9 @@ def _gpt_oss(keys: Keys, sizes: ArchitectureSizes, mixed: LayerSpec) -> tuple[La
     if isinstance(scaling, Yarn):
         mixed = replace(mixed, rope=replace(mixed.rope, scaling=replace(scaling, truncate=False)))
     scale = mixed.attention.scale
-    whole = replace(mixed, attention=AttentionSpec(scale, sinks=True), activation="clamped_silu")
-    local = replace(whole, attention=AttentionSpec(scale, _window(keys), sinks=True))
-    return tuple(whole if layer % 2 else local for layer in range(sizes.layers))
+    full = replace(mixed, attention=AttentionSpec(scale, sinks=True), activation="clamped_silu")
+    local = replace(full, attention=AttentionSpec(scale, _window(keys), sinks=True))
+    return tuple(full if layer % 2 else local for layer in range(sizes.layers))
 
 
 def _factor(keys: Keys, family: Family, name: str, absent: float = 1.0) -> float:
@@ -388,7 +388,7 @@ def _gemma(
     slides = _slides(keys, sizes.layers, about.pattern)
     cap = _cap(keys, "attn_logit_softcapping", about.score_cap) if about.score_cap else None
     rope = Rope(keys.real("rope.freq_base", about.theta), scaling_of(keys, sizes.context, file))
-    whole = LayerSpec(
+    full = LayerSpec(
         AttentionSpec(scale, softcap=cap),
         rope,
         Dense(keys.integer("feed_forward_length")),
@@ -398,11 +398,11 @@ def _gemma(
     )
     window = _window(keys, about.window)
     if window is None:
-        return (whole,) * sizes.layers
+        return (full,) * sizes.layers
     if about.local_theta is not None:
         rope = Rope(keys.real("rope.freq_base_swa", about.local_theta))
-    local = replace(whole, attention=AttentionSpec(scale, window, cap), rope=rope)
-    return tuple(local if slide else whole for slide in slides)
+    local = replace(full, attention=AttentionSpec(scale, window, cap), rope=rope)
+    return tuple(local if slide else full for slide in slides)
 
 
 def below(metadata: Mapping[str, Value], prefix: str) -> dict[str, Any]:
@@ -460,10 +460,10 @@ def scaling_of(keys: Keys, context: int, file: GgufFile) -> Scaling | None:
     if kind == "linear":
         scaling = LinearScaling(factor) if factor != 1.0 else None
     elif kind == "yarn":
-        whole = extra * yarn_attention_factor(factor)
+        attention_factor = extra * yarn_attention_factor(factor)
         lasting = keys.real("rope.scaling.yarn_log_multiplier", 0.0)
-        whole /= yarn_attention_factor(factor, lasting)
-        scaling = Yarn(factor, original, whole, fast, slow)
+        attention_factor /= yarn_attention_factor(factor, lasting)
+        scaling = Yarn(factor, original, attention_factor, fast, slow)
     elif kind != "none":
         raise ModelError(f"{keys.prefix}rope.scaling.type is {kind!r}; known: none, linear, yarn")
     if extra != 1.0 and kind != "yarn":

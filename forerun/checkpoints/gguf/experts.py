@@ -24,9 +24,9 @@ def experts_of(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Fam
     key.
     """
     count, top_k = keys.integer("expert_count"), keys.integer("expert_used_count")
-    whole = keys.integer("feed_forward_length", 0)
+    total_width = keys.integer("feed_forward_length", 0)
     # In Mixtral's files an expert has the feed-forward's width; elsewhere all experts together.
-    together = whole if family == "mixtral" else whole // max(top_k, 1)
+    together = total_width if family == "mixtral" else total_width // max(top_k, 1)
     width = keys.integer("expert_feed_forward_length", together) or together
     groups = keys.integer("expert_group_count", 1) or 1
     corrected = family in ("glm4_moe", "deepseek_v3", "minimax_m2", "lfm2_moe")
@@ -45,7 +45,7 @@ def experts_of(keys: Keys, sizes: ArchitectureSizes, file: GgufFile, family: Fam
     )
     shared = 0
     if family in _GATED:
-        shared = keys.integer("expert_shared_feed_forward_length", whole) or whole
+        shared = keys.integer("expert_shared_feed_forward_length", total_width) or total_width
     elif corrected or family == "deepseek_v2":
         shared = width * keys.integer("expert_shared_count", 0)
     gated, biased = family in _GATED, family == "gpt_oss"

@@ -49,7 +49,7 @@ def gemma4_layers(
     heads = _each(keys, "attention.head_count_kv", count)
     widths = _each(keys, "feed_forward_length", count)
     slides, window = _slides(keys, count), keys.integer("attention.sliding_window")
-    whole = Rope(keys.real("rope.freq_base"), proportional(scaling))
+    full = Rope(keys.real("rope.freq_base"), proportional(scaling))
     local = Rope(keys.real("rope.freq_base_swa", 1e4))
     attention = AttentionSpec(1.0, normed_values=True)
     shared = keys.integer("attention.shared_kv_layers", 0)
@@ -57,7 +57,7 @@ def gemma4_layers(
         raise keys.unfit("attention.shared_kv_layers", shared, f"below {count}")
     spec = LayerSpec(
         attention,
-        whole,
+        full,
         Dense(1),
         norms="sandwich",
         activation="gelu_tanh",
@@ -77,7 +77,7 @@ def gemma4_layers(
             replace(
                 spec,
                 attention=replace(attention, window=window if slide else None, keyed_values=keyed),
-                rope=local if slide else whole,
+                rope=local if slide else full,
                 feed_forward=Dense(widths[layer]),
                 cache=CacheLayer(heads[layer], sizes.head_size if slide else size),
                 reads=source,

@@ -198,22 +198,22 @@ class _Cursor:
         number: int | float | bool = value
         return number
 
-    def count(self, what: str, least_bytes: int, most: int) -> int:
+    def count(self, what: str, least_bytes: int, limit: int) -> int:
         """Read a 64-bit count of items that take at least `least_bytes` each. Raises ModelError if
-        it exceeds `most` or the rest of the file.
+        it exceeds `limit` or the rest of the file.
         """
         number = int(self.scalar(10))
-        if number > most or number * least_bytes > self.left:
+        if number > limit or number * least_bytes > self.left:
             raise ModelError(
                 f"it announces {number} {what}; the file has room for "
-                f"{min(self.left // least_bytes, most)}"
+                f"{min(self.left // least_bytes, limit)}"
             )
         return number
 
-    def string(self, most: int = _MOST_TEXT) -> str:
+    def string(self, max_bytes: int = _MOST_TEXT) -> str:
         """Read a length-prefixed UTF-8 string."""
         size = int(self.scalar(10))
-        if size > most or size > self._text_left:
+        if size > max_bytes or size > self._text_left:
             raise ModelError(f"a string of {size} bytes is longer than any a model needs")
         self._text_left -= size
         return self.take(size).decode("utf-8")

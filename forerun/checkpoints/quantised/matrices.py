@@ -99,8 +99,8 @@ def stored_matrix(
     """
     fitting = [method for method in methods if parts.keys() >= set(PARTS[method.layout][0])]
     if not fitting:
-        wanted = " or ".join(sorted({", ".join(PARTS[method.layout][0]) for method in methods}))
-        raise ModelError(f"{name} has {', '.join(sorted(parts))}; it needs {wanted}")
+        required = " or ".join(sorted({", ".join(PARTS[method.layout][0]) for method in methods}))
+        raise ModelError(f"{name} has {', '.join(sorted(parts))}; it needs {required}")
     # Groups of modules differ at most in size, which the shape of the scales shows.
     faults = []
     for method in fitting:
@@ -123,17 +123,17 @@ def _checked(
     shapes = {part: file.tensors[stored].shape for part, (file, stored) in parts.items()}
     kinds = {part: file.tensors[stored].kind for part, (file, stored) in parts.items()}
     shape = _shape(name, method, shapes, parts)
-    for part, (wanted, types) in _expected(method, shape, shapes).items():
+    for part, (allowed, types) in _expected(method, shape, shapes).items():
         if part not in shapes:
             other = ", and so is weight_scale_inv" if part == "weight_scale" else ""
             raise ModelError(f"{name}.{part} is missing{other}; {method.title} needs it")
         if kinds[part] not in types:
             raise ModelError(f"{name}.{part} is stored as {kinds[part]}, not {' or '.join(types)}")
-        if shapes[part] not in wanted:
-            least = " or ".join(str(list(each)) for each in wanted)
+        if shapes[part] not in allowed:
+            expected_text = " or ".join(str(list(each)) for each in allowed)
             raise ModelError(
-                f"{name}.{part} is {list(shapes[part])}, not {least}: {method.title}, a matrix of "
-                f"{shape[0]} x {shape[1]}"
+                f"{name}.{part} is {list(shapes[part])}, not {expected_text}: "
+                f"{method.title}, a matrix of {shape[0]} x {shape[1]}"
             )
     return StoredMatrix(name, method, parts, shape)
 
@@ -226,11 +226,11 @@ def _expected(
     return expected
 
 
-def _count(whole: int, part: int) -> int:
-    """Return the number of blocks of `part` in `whole`, of which the last may be smaller; 0 = one
+def _count(length: int, part: int) -> int:
+    """Return the number of blocks of `part` in `length`, of which the last may be smaller; 0 = one
     block.
     """
-    return -(-whole // part) if part else 1
+    return -(-length // part) if part else 1
 
 
 def _two(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -117,9 +117,9 @@ class _Writer:
         self._quote = quote
         self._tags = tags
         schema = rewritten(raw, plain=not grammar.lenient, free="never")
-        whole = schema.schema if isinstance(schema.schema, dict) else {}
-        self._defined: dict[str, Any] = whole.get("$defs", {})
-        self._root = self._resolved(whole)
+        root = schema.schema if isinstance(schema.schema, dict) else {}
+        self._defined: dict[str, Any] = root.get("$defs", {})
+        self._root = self._resolved(root)
         # The reader of the call knows only types that are in the schema itself.
         declared = raw.get("properties")
         self._declared: dict[str, Any] = declared if isinstance(declared, dict) else {}
@@ -136,9 +136,9 @@ class _Writer:
                 self._fault(UnenforcedKeyword("required", f"{name!r} is not among the properties"))
         patterns = [*(self._root.get("patternProperties") or ())]
         if patterns and patterns != [other_than(properties)]:  # Written by `rewritten`.
-            names, most = [*properties], MAX_STEPS // len(patterns)
-            apart = sum(map(len, names)) <= most and all(
-                matching(pattern, names, most) == [False] * len(names) for pattern in patterns
+            names, max_length = [*properties], MAX_STEPS // len(patterns)
+            apart = sum(map(len, names)) <= max_length and all(
+                matching(pattern, names, max_length) == [False] * len(names) for pattern in patterns
             )
             if not apart:
                 self._fault(UnenforcedKeyword("patternProperties", "it adds to a listed property"))

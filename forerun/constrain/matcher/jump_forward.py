@@ -102,16 +102,16 @@ def path_of(draft_tokens: list[PredictedToken], node: int) -> list[int]:
     return path
 
 
-def move(matcher: Matcher, path: list[int], wanted: list[int]) -> bool:
-    """Move the matcher from the end of `path` to that of `wanted`, over their common ancestor;
+def move(matcher: Matcher, path: list[int], target: list[int]) -> bool:
+    """Move the matcher from the end of `path` to that of `target`, over their common ancestor;
     `path` is updated in place. Returns False if a token does not fit; `path` then ends before it.
     """
     common = 0
-    while common < min(len(path), len(wanted)) and path[common] == wanted[common]:
+    while common < min(len(path), len(target)) and path[common] == target[common]:
         common += 1
     matcher.back(len(path) - common)
     del path[common:]
-    for token in wanted[common:]:
+    for token in target[common:]:
         if not matcher.advance(token):
             return False
         path.append(token)

@@ -250,8 +250,8 @@ class _Vocabulary:
         """Return the id of the longest token that `data` has at index `at`; None if there is none.
         Of ids with the same bytes, the last.
         """
-        hashes, ids, most = self._spelled
-        texts = [data[at:end] for end in range(min(len(data), at + most), at, -1)]
+        hashes, ids, longest = self._spelled
+        texts = [data[at:end] for end in range(min(len(data), at + longest), at, -1)]
         places = np.searchsorted(hashes, [*map(hash, texts)], side="right") - 1
         for text, place in zip(texts, places.tolist(), strict=True):
             if place >= 0 and hashes[place] == hash(text) and self.tokens[ids[place]] == text:

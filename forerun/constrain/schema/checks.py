@@ -28,12 +28,12 @@ def check_depth(value: Any, field: str) -> None:
     raise RequestError(f"{field} is nested deeper than {MAX_LEVELS} levels", field)
 
 
-def check_size(value: Any, most: int, field: str) -> None:
-    """Raise RequestError if the JSON text of a value certainly has more than `most` bytes; stops
-    reading the value at that size.
+def check_size(value: Any, max_bytes: int, field: str) -> None:
+    """Raise RequestError if the JSON text of a value certainly has more than `max_bytes` bytes;
+    stops reading the value at that size.
     """
     size, todo = 0, [value]
-    while todo and size <= most:
+    while todo and size <= max_bytes:
         part = todo.pop()
         if isinstance(part, dict):
             size += 2 + sum(len(key) + 4 for key in part if isinstance(key, str))
@@ -43,8 +43,10 @@ def check_size(value: Any, most: int, field: str) -> None:
             todo += part
         else:
             size += len(part) + 2 if isinstance(part, str) else 1
-    if size > most:
-        raise RequestError(f"{field} has more than {most} bytes, which is the most taken", field)
+    if size > max_bytes:
+        raise RequestError(
+            f"{field} has more than {max_bytes} bytes, which is the most taken", field
+        )
 
 
 def check_patterns(schema: Any, field: str) -> None:

@@ -106,17 +106,17 @@ def conditional(  # noqa: PLR0911
         return None
     if rules.get("type", "object") != "object":
         return None
-    wanted: dict[str, list[Any]] = {}
+    constants: dict[str, list[Any]] = {}
     for name, inner in (rules.get("properties") or {}).items():
         values = exact_values(resolve(inner))
         if values is None:
             return None
-        wanted[name] = values
+        constants[name] = values
     required = list(rules.get("required") or [])
     known = raw.get("properties") or {}
-    yes: Schema = {"properties": {name: {"enum": values} for name, values in wanted.items()}}
+    yes: Schema = {"properties": {name: {"enum": values} for name, values in constants.items()}}
     branches = [{"allOf": [{**yes, "required": required}, then]}]
-    for name, values in wanted.items():
+    for name, values in constants.items():
         other = other_values(values, resolve(known.get(name, True)))
         if other is None:
             return None

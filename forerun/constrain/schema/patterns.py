@@ -137,18 +137,18 @@ def literal(text: str) -> str:
     return _SPECIAL.sub(r"\\\g<0>", text)
 
 
-def matching(pattern: str, names: Sequence[str], most: int = MAX_STEPS) -> list[bool] | None:
+def matching(pattern: str, names: Sequence[str], max_steps: int = MAX_STEPS) -> list[bool] | None:
     """Return for each name whether a pattern matches anywhere in it. None if that may take more
-    than about `most` steps of Python's engine, which no other thread can interrupt, or if the
+    than about `max_steps` steps of Python's engine, which no other thread can interrupt, or if the
     pattern is invalid in Python.
     """
     try:
         tries = _Tries()
         for _, unit in _units(pattern, "pattern"):
             tries.add(unit)
-        if sum(len(name) + 1 for name in names) * len(pattern) > most:
+        if sum(len(name) + 1 for name in names) * len(pattern) > max_steps:
             return None
-        if sum((len(name) + 1) * tries.for_length(len(name)) for name in names) > most:
+        if sum((len(name) + 1) * tries.for_length(len(name)) for name in names) > max_steps:
             return None
         return [re.search(pattern, name) is not None for name in names]
     except (re.error, RequestError, OverflowError):

@@ -45,9 +45,9 @@ def well_formed(schema: Any, report: Report, path: str = "") -> Any:
         if name == "type" and (value == ANY or (isinstance(value, list) and ANY in value)):
             continue
         here = below(path, name)
-        found, wanted = _value(name, value, report, here)
-        if wanted:
-            report(path, name, f"it must be {wanted}")
+        found, requirement = _value(name, value, report, here)
+        if requirement:
+            report(path, name, f"it must be {requirement}")
         else:
             out[name] = found
     return out
@@ -58,8 +58,10 @@ def _value(name: str, value: Any, report: Report, path: str) -> tuple[Any, str]:
     second.
     """
     if name in _COUNTS:
-        whole = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
-        return (int(value), "") if whole and value >= 0 else (None, "an integer of 0 or more")
+        is_integer = (
+            isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
+        )
+        return (int(value), "") if is_integer and value >= 0 else (None, "an integer of 0 or more")
     if name in _BOUNDS:
         old = isinstance(value, bool) and name.startswith("exclusive")
         return value, "" if old or _number(value) else "a number"

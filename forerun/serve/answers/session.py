@@ -158,8 +158,8 @@ class GenerationSession:
 
     def _submit(self) -> None:
         """Submit requests, as many as may be in flight. Raises what the engine raises."""
-        most = self.generation.at_once
-        while self._left and (most is None or len(self._open) < most):
+        limit = self.generation.at_once
+        while self._left and (limit is None or len(self._open) < limit):
             request = self._left.pop()
             self.engine.submit(request, self.events)
             self._open[request.id] = request.n

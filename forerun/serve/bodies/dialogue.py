@@ -202,18 +202,18 @@ def chat_prompt(
     marks  around reasoning: a message that is continued may end inside it
     """
     template, opens = template_of(loaded), _opens(body)
-    extra, most = dict(body.chat_template_kwargs or {}), None
+    extra, max_tokens = dict(body.chat_template_kwargs or {}), None
     continues = body.continue_final_message
     if isinstance(body, ChatBody):
         extra = effort_names(body, template) | budget_name(body, template.source) | extra
-        most = loaded.context if body.truncate_prompt_tokens is None else None
+        max_tokens = loaded.context if body.truncate_prompt_tokens is None else None
     return template.encode(
         list(body.messages or ()),
         [tool.plain for tool in offered] or None,
         add_generation_prompt=opens,
         extra=extra,
         continues=continues,
-        most=most,
+        max_tokens=max_tokens,
         marks=marks,
     )
 

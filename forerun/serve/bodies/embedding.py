@@ -80,12 +80,12 @@ class EmbeddingRequest:
     @classmethod
     def of(cls, body: EmbeddingBody, context: int) -> "EmbeddingRequest":
         """Return the request of a body of /v1/embeddings."""
-        most = body.truncate_prompt_tokens
+        limit = body.truncate_prompt_tokens
         return cls(
             body.input,
             dimensions=body.dimensions,
             normalize=body.normalize,
-            most=context if most == -1 else most,
+            most=context if limit == -1 else limit,
             special=body.add_special_tokens,
             salt=body.cache_salt or "",
             name=body.request_id,

@@ -295,8 +295,8 @@ def integer(low: int, high: int) -> DescribedReader[int]:
 
     @takes({"type": "integer", "minimum": low, "maximum": high})
     def reader(value: Any, where: str) -> int:
-        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-        if not whole or isinstance(value, bool) or not low <= value <= high:
+        integral = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+        if not integral or isinstance(value, bool) or not low <= value <= high:
             raise RequestError(
                 f"{where} must be a whole number from {low} to {high}, not {shown(value)}.", where
             )

@@ -334,13 +334,13 @@ def _plain_prompt(prompt: Prompt, body: CompletionBody, loaded: Frontend, place:
     return ids
 
 
-def too_long(count: int, loaded: Frontend, place: str, least: str = "") -> ContextError:
-    """Return the error for a text with more tokens than the context. least: words before their
+def too_long(count: int, loaded: Frontend, place: str, qualifier: str = "") -> ContextError:
+    """Return the error for a text with more tokens than the context. qualifier: words before their
     number, such as "at least ".
     """
     return ContextError(
         f"This model's maximum context length is {loaded.context} tokens, but {place} has "
-        f"{least}{count} tokens. Shorten it.",
+        f"{qualifier}{count} tokens. Shorten it.",
         place,
         count,
         context=loaded.context,
@@ -351,9 +351,9 @@ def check_length(text: str, loaded: Frontend, place: str) -> None:
     """Raise ContextError if a text certainly has more tokens than the context, without encoding
     it.
     """
-    least = loaded.tokenizer.least_tokens(text)
-    if least > loaded.context:
-        raise too_long(least, loaded, place, "at least ")
+    lower_bound = loaded.tokenizer.least_tokens(text)
+    if lower_bound > loaded.context:
+        raise too_long(lower_bound, loaded, place, "at least ")
 
 
 def truncated(prompt: Ints, body: SampledBody, room: int) -> Ints:

@@ -415,11 +415,11 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
     return tuple(value)
 
 
-def prompts(most: int) -> DescribedReader[tuple[Prompt, ...]]:
-    """Return a reader of at most `most` prompts: a text, a list of texts, token ids, or a list of
-    lists of token ids.
+def prompts(max_prompts: int) -> DescribedReader[tuple[Prompt, ...]]:
+    """Return a reader of at most `max_prompts` prompts: a text, a list of texts, token ids, or a
+    list of lists of token ids.
     """
-    texts, lists = items(plain_text, most, 1), items(token_ids, most, 1)
+    texts, lists = items(plain_text, max_prompts, 1), items(token_ids, max_prompts, 1)
 
     @takes({"anyOf": [each.schema for each in (plain_text, token_ids, texts, lists)]})
     def reader(value: Any, where: str) -> tuple[Prompt, ...]:

@@ -191,16 +191,16 @@ class _Allowed(Declaration):
 
 def _first_object(value: Any, where: str, left: list[str]) -> dict[str, Any]:
     """Return the first complete object in arguments that a model wrote; {} if there is none."""
-    found, whole = value, True
+    found, complete = value, True
     try:
         if isinstance(value, str):
             written = value.strip()
             found, end = read_first(written)
-            whole = end == len(written)
+            complete = end == len(written)
         check_json(found, where)
     except (JsonFault, RequestError):
         found = None
-    if not (whole and isinstance(found, dict)):
+    if not (complete and isinstance(found, dict)):
         left.append(where)
     return found if isinstance(found, dict) else {}
 

@@ -38,11 +38,11 @@ def connections(patience: float) -> type[HttpToolsProtocol]:
     return type("Connection", (_Connection,), {"patience": patience})
 
 
-def close_idle(connections: Iterable[Any], most: int) -> None:
-    """Close at most `most` connections, those that have had no request for the longest time."""
+def close_idle(connections: Iterable[Any], count: int) -> None:
+    """Close at most `count` connections, those that have had no request for the longest time."""
     idle = [one for one in connections if one.timeout_keep_alive_task is not None]
     idle.sort(key=lambda one: one.timeout_keep_alive_task.when())
-    for connection in idle[:most]:
+    for connection in idle[:count]:
         connection.timeout_keep_alive_handler()
 
 

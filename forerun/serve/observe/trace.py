@@ -47,5 +47,7 @@ def _token(token: int, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return a token's id and text; also its bytes if they are not whole characters."""
     piece = tokenizer.token_bytes(token)
     text = piece.decode("utf-8", "replace")
-    whole = "\ufffd" not in text
-    return {"id": token, "text": text} if whole else {"id": token, "text": text, "bytes": [*piece]}
+    complete = "\ufffd" not in text
+    return (
+        {"id": token, "text": text} if complete else {"id": token, "text": text, "bytes": [*piece]}
+    )

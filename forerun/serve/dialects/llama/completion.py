@@ -53,8 +53,8 @@ class CompletionsDialect(Dialect):
         """
         body = self._body = read(self._kind, value)
         self._served = service.answering(body.model, body.lora_path, body.lora)
-        if body.n_probs > (most := service.settings.max_logprobs):
-            message = f"n_probs is {body.n_probs}, but this server allows {most}."
+        if body.n_probs > (limit := service.settings.max_logprobs):
+            message = f"n_probs is {body.n_probs}, but this server allows {limit}."
             raise RequestError(message, "n_probs")
         loaded = self._served.loaded
         generation = completion_generation(self._plain(body), loaded, service.settings)

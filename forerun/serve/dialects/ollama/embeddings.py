@@ -57,8 +57,8 @@ class OllamaEmbed(EmbeddingDialect):
         body = read(EmbedBody, value)
         served = service.named(body.model)
         inputs = () if body.input == ("",) else body.input
-        most = served.loaded.context if body.truncate else None
-        request = EmbeddingRequest(inputs, "input", body.dimensions, most=most, keep_first=True)
+        limit = served.loaded.context if body.truncate else None
+        request = EmbeddingRequest(inputs, "input", body.dimensions, most=limit, keep_first=True)
         return request, served, tuple(body.ignored)
 
     def _empty(self) -> dict[str, Any]:
@@ -83,9 +83,9 @@ class OllamaOldEmbed(OllamaEmbed):
     ) -> tuple[EmbeddingRequest, Served, tuple[str, ...]]:
         body = read(OldEmbedBody, value)
         served = service.named(body.model)
-        inputs, most = (body.prompt,) if body.prompt else (), served.loaded.context
+        inputs, limit = (body.prompt,) if body.prompt else (), served.loaded.context
         # The length of these vectors is the model's own, as Ollama leaves it.
-        request = EmbeddingRequest(inputs, "prompt", normalize=False, most=most, keep_first=True)
+        request = EmbeddingRequest(inputs, "prompt", normalize=False, most=limit, keep_first=True)
         return request, served, tuple(body.ignored)
 
     def _empty(self) -> dict[str, Any]:

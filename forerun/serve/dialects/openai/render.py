@@ -406,8 +406,8 @@ def timings(prompt: int, cached: int, prompt_seconds: float, n: int, seconds: fl
     }
 
 
-def _token_ids(news: Delta, wanted: bool) -> Choice:
-    return {"token_ids": list(news.tokens)} if wanted else {}
+def _token_ids(news: Delta, shown: bool) -> Choice:
+    return {"token_ids": list(news.tokens)} if shown else {}
 
 
 def _chat_chunk(

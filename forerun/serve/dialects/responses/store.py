@@ -107,14 +107,14 @@ class ResponseStore:
         """Return the stored items with these ids, of inputs and outputs, by id. Each stored answer
         is decoded once.
         """
-        wanted: dict[str, set[str]] = {}
+        ids_of: dict[str, set[str]] = {}
         with self._kept.lock:
             for id in ids:
                 answer = self._kept.items.get((self._tenant, id))
                 if answer is not None:
-                    wanted.setdefault(answer, set()).add(id)
+                    ids_of.setdefault(answer, set()).add(id)
         items: dict[str, dict[str, Any]] = {}
-        for answer, inside in wanted.items():
+        for answer, inside in ids_of.items():
             found = self.get(answer)
             for one in [] if found is None else _items(found.response, found.input):
                 if one.get("id") in inside:
