@@ -42,7 +42,7 @@ from forerun.errors import ForerunError
 from forerun.hub.catalog import open_model
 from forerun.measure.client import Endpoint, Timing, body_of, find_model, load_level
 from forerun.measure.workload import Prompt, read_prompts, spread
-from forerun.options.config import AskConfig
+from forerun.options.config import SamplingConfig
 
 HERE = Path(__file__).parent
 TRIES, PATIENCE = 3, 180.0
@@ -105,7 +105,7 @@ class Requests:
         bodies = []
         for prompt, length in zip(cycle(chosen), lengths, strict=False):
             self._number += 1
-            ask = AskConfig(max_tokens=length, ignore_eos=True)
+            ask = SamplingConfig(max_tokens=length, ignore_eos=True)
             messages = apart(prompt, self._number)
             bodies.append(body_of(Prompt(prompt.id, prompt.kind, messages), "", ask, None))
         return bodies

@@ -22,7 +22,7 @@ import httpx
 from forerun.build.engine import Loaded
 from forerun.cli.console import bars, emit, load_shown, say
 from forerun.errors import ConfigError, reason_of
-from forerun.options.config import AskConfig, EngineConfig, ServeSettings
+from forerun.options.config import EngineConfig, SamplingConfig, ServeSettings
 from forerun.options.flags import configured
 from forerun.serve.app import create_app
 from forerun.serve.bodies.wire import parse_json
@@ -78,7 +78,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 def _of_one_answer(arguments: argparse.Namespace) -> list[str]:
     """Return the given flags that apply only to a single prompt."""
-    sampling = {item.name for item in fields(AskConfig)}
+    sampling = {item.name for item in fields(SamplingConfig)}
     own = ("compare", "schema", "regex", "grammar")
     flags = [one.where for one in arguments.given if not sampling.isdisjoint(one.option.fields)]
     return flags + [f"--{name}" for name in own if getattr(arguments, name)]

@@ -33,7 +33,7 @@ from forerun.measure.workload import (
     spread,
     words_of,
 )
-from forerun.options.config import AskConfig, EngineConfig
+from forerun.options.config import EngineConfig, SamplingConfig
 from forerun.options.flags import configured
 
 SIDES: dict[str, tuple[str, ...]] = {
@@ -86,20 +86,20 @@ def main(arguments: argparse.Namespace) -> int:
     """
     if not (arguments.url or arguments.launch):
         raise ConfigError("what is measured? Give --url URL, or --launch to start a server here.")
-    ask, sweep = configured(AskConfig, arguments), _sweep(arguments)
+    sampling, sweep = configured(SamplingConfig, arguments), _sweep(arguments)
     config = configured(EngineConfig, arguments)
     if arguments.launch:
         if arguments.api_key:
             raise ConfigError("--api-key is for --url; a launched server needs none.")
         with launched(config) as url:
             endpoint = Endpoint(url, find_model(url, "", None))
-            levels, facts = _measure(endpoint, sweep, ask, config)
+            levels, facts = _measure(endpoint, sweep, sampling, config)
     else:
         _refuse_engine_flags(arguments)
         model = config.model if config.model != EngineConfig().model else None
         url = _with_version(arguments.url)
         endpoint = Endpoint(url, find_model(url, arguments.api_key, model), arguments.api_key)
-        levels, facts = _measure(endpoint, sweep, ask, None)
+        levels, facts = _measure(endpoint, sweep, sampling, None)
     if arguments.json:
         emit_json(report.as_dict(levels, facts))
     else:
@@ -160,14 +160,14 @@ def _sweep(arguments: argparse.Namespace) -> LoadSweep:
 
 
 def _measure(
-    endpoint: Endpoint, sweep: LoadSweep, ask: AskConfig, config: EngineConfig | None
+    endpoint: Endpoint, sweep: LoadSweep, sampling: SamplingConfig, config: EngineConfig | None
 ) -> tuple[list[Level], dict[str, Any]]:
     facts = {
         "model": endpoint.model,
         "url": endpoint.url,
         "time": strftime("%Y-%m-%d %H:%M:%S"),
         "machine": stamp(),
-        "ask": asdict(ask),
+        "ask": asdict(sampling),
         "config": asdict(config) if config else None,
         "repeats": sweep.repeats,
     }
@@ -177,7 +177,7 @@ def _measure(
     runs = len(sweep.levels) * sweep.repeats * len(sweep.sides)
     try:
         with bars() as progress:
-            work = _all_levels(endpoint, sweep, ask, numbered(progress, runs), levels, ratios)
+            work = _all_levels(endpoint, sweep, sampling, numbered(progress, runs), levels, ratios)
             asyncio.run(work)
     except KeyboardInterrupt:
         if not levels:
@@ -189,7 +189,7 @@ def _measure(
 async def _all_levels(
     endpoint: Endpoint,
     sweep: LoadSweep,
-    ask: AskConfig,
+    sampling: SamplingConfig,
     progress: Callable[[str, int, int], None],
     levels: list[Level],
     ratios: dict[int, Interval],
@@ -197,7 +197,7 @@ async def _all_levels(
     """Fill `levels` with the medians of every level and side, and `ratios` with the ratio of on to
     off by level; if interrupted, with those of the complete repeats.
     """
-    requests = Requests(endpoint, sweep, ask)
+    requests = Requests(endpoint, sweep, sampling)
     await requests.prepare()
     for at_once in sweep.levels:
         results: dict[str, list[Level]] = {side: [] for side in sweep.sides}
@@ -235,8 +235,8 @@ class Requests:
     cache would speed up every repeat but the first.
     """
 
-    def __init__(self, endpoint: Endpoint, sweep: LoadSweep, ask: AskConfig) -> None:
-        self._endpoint, self._sweep, self._ask = endpoint, sweep, ask
+    def __init__(self, endpoint: Endpoint, sweep: LoadSweep, sampling: SamplingConfig) -> None:
+        self._endpoint, self._sweep, self._ask = endpoint, sweep, sampling
         self._made: MadePrompts | None = None
         self._run = secrets.token_hex(3)  # So that prompts differ between runs.
 
@@ -273,13 +273,13 @@ class Requests:
             prompts = [made_prompts.make(length - LABEL_TOKENS, random) for length in lengths]
         bodies: list[dict[str, Any]] = []
         for index, prompt in enumerate(islice(prompts, count)):
-            ask = self._ask
+            sampling = self._ask
             if sweep.lengths.answer is not None:
                 max_tokens = sweep.lengths.draw(sweep.lengths.answer, random)
-                ask = replace(ask, max_tokens=max_tokens, ignore_eos=True)
-            bodies.append(self._body(labelled(prompt, f"{label}{index}. "), side, ask))
+                sampling = replace(sampling, max_tokens=max_tokens, ignore_eos=True)
+            bodies.append(self._body(labelled(prompt, f"{label}{index}. "), side, sampling))
         return bodies
 
-    def _body(self, prompt: Prompt, side: str, ask: AskConfig) -> dict[str, Any]:
+    def _body(self, prompt: Prompt, side: str, sampling: SamplingConfig) -> dict[str, Any]:
         completions = self._sweep.completions
-        return body_of(prompt, self._endpoint.model, ask, FIELDS[side], completions)
+        return body_of(prompt, self._endpoint.model, sampling, FIELDS[side], completions)

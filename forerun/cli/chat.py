@@ -13,7 +13,7 @@ from forerun.cli.conversation import Conversation
 from forerun.cli.terminal import Wrapped, messages
 from forerun.client.adapters import only_adapter
 from forerun.errors import ConfigError, ContextError, ModelError, RequestError
-from forerun.options.config import AskConfig, EngineConfig
+from forerun.options.config import EngineConfig, SamplingConfig
 from forerun.options.fields import parsed
 from forerun.options.flags import configured_both
 
@@ -34,7 +34,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the command: reads messages until the input ends. Raises ModelError if the model has no
     chat template.
     """
-    ask, config = configured_both(AskConfig, EngineConfig, arguments)
+    sampling, config = configured_both(SamplingConfig, EngineConfig, arguments)
     only_adapter(config)  # Raises before anything is loaded.
     output = Wrapped.for_terminal()
     with closing(load_shown(config)) as loaded:
@@ -42,7 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
             raise ModelError(
                 f"{loaded.name} has no chat template; it continues text: forerun run --raw"
             )
-        talk = Conversation(loaded, ask, arguments.system, output.write, say)
+        talk = Conversation(loaded, sampling, arguments.system, output.write, say)
         if interactive():
             say(f"{loaded.name}. /help lists the commands, /bye leaves.")
         for text in messages(cache_dir() / "chat_history", interactive()):
@@ -93,7 +93,7 @@ def _system(talk: Conversation, text: str) -> None:
 def _set(talk: Conversation, text: str) -> None:
     """Set one sampling option, or print all."""
     name, _, value = text.partition(" ")
-    known = {item.name: item for item in fields(AskConfig)}
+    known = {item.name: item for item in fields(SamplingConfig)}
     name = name.replace("-", "_")
     if name == "system":
         _system(talk, value.strip())
@@ -101,13 +101,13 @@ def _set(talk: Conversation, text: str) -> None:
         item = known[name]
         new_value = parsed(item, f"/set {name}", value.strip()) if value.strip() else item.default
         change: dict[str, Any] = {name: new_value}
-        talk.ask = replace(talk.ask, **change)
+        talk.sampling = replace(talk.sampling, **change)
         usual = "the model's default"
         say(f"{name}: {usual if new_value is None else new_value}")
     elif name:
         say(f"/set knows {', '.join(known)} and system, not {name}")
     else:
-        chosen = talk.ask.options(talk.loaded.target.sampling)
+        chosen = talk.sampling.options(talk.loaded.target.sampling)
         say(", ".join(f"{key} {value}" for key, value in chosen.items()))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from forerun.cli import verbs
 from forerun.cli.argument_types import numbers, positive, rate, share, temperatures
-from forerun.options.config import AskConfig, EngineConfig, ServeSettings
+from forerun.options.config import EngineConfig, SamplingConfig, ServeSettings
 from forerun.options.flags import flags_of
 from forerun.train.presets import PRESETS, TrainConfig
 
@@ -97,7 +97,7 @@ def _run_flags(parser: argparse.ArgumentParser) -> None:
         "finished answers are not remembered meanwhile",
     )
     _grammar_flags(parser)
-    flags_of(AskConfig, parser, "answer")
+    flags_of(SamplingConfig, parser, "answer")
     flags_of(EngineConfig, parser, "model and engine", max_sequences=2)
 
 
@@ -127,7 +127,7 @@ def _model_word(parser: argparse.ArgumentParser) -> None:
 def _chat_flags(parser: argparse.ArgumentParser) -> None:
     _model_word(parser)
     _system_flag(parser)
-    flags_of(AskConfig, parser, "answers", seed=None)
+    flags_of(SamplingConfig, parser, "answers", seed=None)
     flags_of(EngineConfig, parser, "model and engine", max_sequences=1)
 
 
@@ -253,7 +253,7 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
         help="speculation of the requests; 'both' alternates on and off (default: both with "
         "--launch, else as-is, which sends only OpenAI's fields)",
     )
-    flags_of(AskConfig, parser, "requests", max_tokens=128, temperature=0.0)
+    flags_of(SamplingConfig, parser, "requests", max_tokens=128, temperature=0.0)
     title = "model and engine (--launch; --model also with --url)"
     flags_of(EngineConfig, parser, title, without=("lora_modules",), draft_on_error="stop")
 

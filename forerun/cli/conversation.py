@@ -11,7 +11,7 @@ from forerun.build.engine import Loaded, encode_chat
 from forerun.client.adapters import only_adapter
 from forerun.client.completion import Completion, acceptance_length, make_request, stream
 from forerun.errors import RequestError
-from forerun.options.config import AskConfig
+from forerun.options.config import SamplingConfig
 from forerun.types import Ints
 
 Turn = dict[str, Any]
@@ -22,14 +22,14 @@ ROOM = 64
 class Conversation:
     """The turns so far and their statistics.
 
-    ask  sampling options; may be replaced between two turns. Without a seed the session gets a
+    sampling  the options; they may be replaced between two turns. Without a seed the session gets a
          random one; each answer uses the next seed.
     """
 
     def __init__(
         self,
         loaded: Loaded,
-        ask: AskConfig,
+        sampling: SamplingConfig,
         system: str | None,
         write: Callable[[str], None],
         tell: Callable[[str], None],
@@ -38,7 +38,9 @@ class Conversation:
         with messages for the user.
         """
         self.loaded, self.system = loaded, system
-        self.ask = ask if ask.seed is not None else replace(ask, seed=secrets.randbits(32))
+        self.sampling = (
+            sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(32))
+        )
         self.turns: list[Turn] = []
         self.done: list[Completion] = []
         self._write, self._tell, self._asked = write, tell, 0
@@ -80,7 +82,7 @@ class Conversation:
         if len(fitted) < len(turns):
             dropped = len(turns) - len(fitted)
             self._tell(f"the context is full: the oldest {dropped} messages are dropped")
-        options = self.ask.options(self.loaded.target.sampling)
+        options = self.sampling.options(self.loaded.target.sampling)
         options["seed"] = (options["seed"] + self._asked) % 2**63
         left = max(self.loaded.context - len(prompt), 1)
         options["max_tokens"] = min(options["max_tokens"], left)
@@ -98,7 +100,7 @@ class Conversation:
         """
         while True:
             prompt = encode_chat(self.loaded, self._messages(turns))
-            room = min(self.ask.max_tokens, ROOM)
+            room = min(self.sampling.max_tokens, ROOM)
             if len(turns) < 3 or len(prompt) + room <= self.loaded.context:
                 return prompt, turns
             turns = turns[2:]

@@ -20,7 +20,7 @@ from forerun.measure.acceptance import (
     Finding,
     Question,
     alone,
-    ask,
+    measure_shapes,
     metrics_beside,
 )
 from forerun.measure.report import columns
@@ -63,7 +63,7 @@ def main(arguments: argparse.Namespace) -> int:
         with bars() as report:
             progress = numbered(report, len(questions) * (1 + len(shapes)))
             for question in questions:
-                for finding in ask(target, measured, question, shapes, progress):
+                for finding in measure_shapes(target, measured, question, shapes, progress):
                     findings.append(finding)
     except KeyboardInterrupt:
         if not findings:

@@ -16,7 +16,7 @@ from forerun.client.adapters import only_adapter
 from forerun.client.completion import Completion, acceptance_length, make_request, stream
 from forerun.engine.request import Request, Speculation
 from forerun.errors import ConfigError, RequestError
-from forerun.options.config import AskConfig, EngineConfig
+from forerun.options.config import EngineConfig, SamplingConfig
 from forerun.options.flags import configured_both
 from forerun.types import Ints, RequestId
 
@@ -52,7 +52,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the command: answers a prompt, or the prompts of a file. Raises ConfigError for options
     that exclude each other.
     """
-    ask, config = configured_both(AskConfig, EngineConfig, arguments)
+    sampling, config = configured_both(SamplingConfig, EngineConfig, arguments)
     if arguments.compare and not config.speculates:
         raise ConfigError("--compare has nothing to compare with speculation off.")
     if arguments.raw and arguments.system:
@@ -76,7 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
             _encode(loaded, text, arguments),
             loaded.tokenizer.eos_ids,
             grammar=None if grammar is None else loaded.target.compile(grammar),
-            **ask.options(loaded.target.sampling),
+            **sampling.options(loaded.target.sampling),
         )
         request = replace(request, adapter=adapter)
         answer = answered(loaded, request, show=not arguments.json)

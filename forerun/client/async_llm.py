@@ -8,7 +8,7 @@ from typing import Any, Self, Unpack
 
 from forerun.client.completion import POLL_SECONDS, Completion
 from forerun.client.llm import LLM, Prompt, one_answer
-from forerun.client.options import AskOptions, EngineArgs, checked
+from forerun.client.options import EngineArgs, SamplingOptions, checked
 from forerun.engine.request import Delta, Request
 from forerun.errors import EngineError
 
@@ -44,7 +44,7 @@ class AsyncLLM:
             await asyncio.to_thread(self._llm.close)
 
     async def generate(
-        self, prompts: str | Sequence[str], **options: Unpack[AskOptions]
+        self, prompts: str | Sequence[str], **options: Unpack[SamplingOptions]
     ) -> list[Completion]:
         """Continue plain texts, batched. Returns one Completion per prompt (n per prompt, prompt by
         prompt).
@@ -65,7 +65,7 @@ class AsyncLLM:
         return [item for choices in answers for item in choices]
 
     async def chat(
-        self, messages: Sequence[dict[str, Any]], **options: Unpack[AskOptions]
+        self, messages: Sequence[dict[str, Any]], **options: Unpack[SamplingOptions]
     ) -> Completion:
         """Return the answer to a conversation; options and errors as of `LLM.chat`. Cancelling the
         call aborts its request.
@@ -73,7 +73,7 @@ class AsyncLLM:
         one_answer(messages, options)
         return (await self.choices(messages, **options))[0]
 
-    async def choices(self, prompt: Prompt, **options: Unpack[AskOptions]) -> list[Completion]:
+    async def choices(self, prompt: Prompt, **options: Unpack[SamplingOptions]) -> list[Completion]:
         """Return all n continuations of a text, or answers to a conversation, in the order of their
         indices. Raises as `generate`.
         """
@@ -83,7 +83,9 @@ class AsyncLLM:
                 completions[delta.index].add(delta)
         return completions
 
-    async def stream(self, prompt: Prompt, **options: Unpack[AskOptions]) -> AsyncGenerator[Delta]:
+    async def stream(
+        self, prompt: Prompt, **options: Unpack[SamplingOptions]
+    ) -> AsyncGenerator[Delta]:
         """Yield the deltas of all choices as they arrive; `index` is the number of the choice.
         Closing the iterator early aborts the request. Errors as of `generate`, at the first
         iteration.

@@ -8,7 +8,7 @@ from typing import Any, Self, Unpack
 from forerun.build.engine import encode_chat, load
 from forerun.client.adapters import adapter_number
 from forerun.client.completion import Completion, complete, make_request, stream
-from forerun.client.options import AskOptions, EngineArgs, checked
+from forerun.client.options import EngineArgs, SamplingOptions, checked
 from forerun.engine.request import Delta, Request
 from forerun.errors import RequestError
 from forerun.options.config import EngineConfig
@@ -51,7 +51,7 @@ class LLM:
         self.close()
 
     def generate(
-        self, prompts: str | Sequence[str], **options: Unpack[AskOptions]
+        self, prompts: str | Sequence[str], **options: Unpack[SamplingOptions]
     ) -> list[Completion]:
         """Continue plain texts, batched, and wait for all. Returns one Completion per prompt (n per
         prompt, prompt by prompt). Raises RequestError if a prompt or an option is wrong,
@@ -61,7 +61,9 @@ class LLM:
         requests = [self.request(text, **options) for text in texts]
         return [item for choices in complete(self.loaded.engine, requests) for item in choices]
 
-    def chat(self, messages: Sequence[dict[str, Any]], **options: Unpack[AskOptions]) -> Completion:
+    def chat(
+        self, messages: Sequence[dict[str, Any]], **options: Unpack[SamplingOptions]
+    ) -> Completion:
         """Return the answer to a conversation of messages with `role` and `content`. Raises
         RequestError if a message or an option is wrong, `n` is above 1 (use `choices`) or a plain
         text is given; ModelError if the model has no chat template; EngineError if the engine
@@ -70,13 +72,13 @@ class LLM:
         one_answer(messages, options)
         return self.choices(messages, **options)[0]
 
-    def choices(self, prompt: Prompt, **options: Unpack[AskOptions]) -> list[Completion]:
+    def choices(self, prompt: Prompt, **options: Unpack[SamplingOptions]) -> list[Completion]:
         """Return all n continuations of a text, or answers to a conversation, in the order of their
         indices. Raises as `generate`; ModelError if the model has no chat template.
         """
         return complete(self.loaded.engine, [self.request(prompt, **options)])[0]
 
-    def stream(self, prompt: Prompt, **options: Unpack[AskOptions]) -> Iterator[Delta]:
+    def stream(self, prompt: Prompt, **options: Unpack[SamplingOptions]) -> Iterator[Delta]:
         """Yield the deltas of all choices as they arrive; `index` is the number of the choice.
         Closing the iterator early aborts the request. Options are checked when this is called.
         Raises RequestError if one is wrong or the engine refuses the request, EngineError if the
@@ -93,7 +95,7 @@ class LLM:
             return self.loaded.tokenizer.encode(prompt, specials=True, bos=True)
         return encode_chat(self.loaded, prompt)
 
-    def request(self, prompt: Prompt, **options: Unpack[AskOptions]) -> Request:
+    def request(self, prompt: Prompt, **options: Unpack[SamplingOptions]) -> Request:
         """Return the request that the other methods submit, with its grammar compiled. Raises
         RequestError naming an option that is wrong or out of range, ModelError for messages to a
         model without a chat template.
@@ -108,7 +110,7 @@ class LLM:
         return replace(request, adapter=adapter_number(self.loaded.info, name, "lora_name"))
 
 
-def one_answer(messages: Prompt, options: AskOptions) -> None:
+def one_answer(messages: Prompt, options: SamplingOptions) -> None:
     """Raise RequestError if `chat` is called with a plain text, with a wrong option, or with `n`
     above 1.
     """

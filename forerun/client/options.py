@@ -66,7 +66,7 @@ class EngineArgs(TypedDict, total=False):
     policy: str
 
 
-class AskOptions(TypedDict, total=False):
+class SamplingOptions(TypedDict, total=False):
     """The options of a request: fields of `Sampling`, and where the text ends. Temperature is 0
     unless given.
     """
@@ -96,10 +96,10 @@ class AskOptions(TypedDict, total=False):
     lora_name: str | None
 
 
-_KINDS = get_type_hints(AskOptions)
+_KINDS = get_type_hints(SamplingOptions)
 
 
-def checked(options: AskOptions) -> AskOptions:
+def checked(options: SamplingOptions) -> SamplingOptions:
     """Return the options in their declared types: NumPy scalars and arrays become plain Python
     values, and numbers given as text become numbers. Raises RequestError naming the first of
     another type or out of RANGES; unknown options are returned unchanged.
@@ -117,4 +117,4 @@ def checked(options: AskOptions) -> AskOptions:
         if not low <= value <= high:
             span = f"at least {low:g}" if high > 2 else f"{low:g} to {high:g}"
             raise RequestError(f"{name} is {value}, but must be {span}.", name)
-    return cast("AskOptions", given)
+    return cast("SamplingOptions", given)

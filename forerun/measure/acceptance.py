@@ -72,7 +72,7 @@ def alone(config: EngineConfig) -> EngineConfig:
     return replace(config, speculative_algorithm=name) if config.algorithm.model else config
 
 
-def ask(
+def measure_shapes(
     target: Target,
     config: EngineConfig,
     question: Question,

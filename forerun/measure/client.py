@@ -13,7 +13,7 @@ import numpy as np
 
 from forerun.errors import ConfigError
 from forerun.measure.workload import Prompt
-from forerun.options.config import AskConfig
+from forerun.options.config import SamplingConfig
 
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 
@@ -81,14 +81,14 @@ class Timing:
 def body_of(
     prompt: Prompt,
     model: str,
-    ask: AskConfig,
+    sampling: SamplingConfig,
     speculative: dict[str, Any] | None,
     completions: bool = False,
 ) -> dict[str, Any]:
-    """Return the JSON body of one streaming request, greedy unless `ask` has a temperature;
+    """Return the JSON body of one streaming request, greedy unless `sampling` has a temperature;
     requests usage counts.
 
-    ask          sampling options; those that OpenAI does not know are sent only if they have an
+    sampling     options; those that OpenAI does not know are sent only if they have an
                  effect
     speculative  Forerun's own field; None omits it
     completions  for /completions, as base models need it: the text of the last message
@@ -96,17 +96,17 @@ def body_of(
     body: dict[str, Any] = {
         "model": model,
         **({"prompt": prompt.text} if completions else {"messages": list(prompt.messages)}),
-        "max_tokens": ask.max_tokens,
-        "temperature": ask.temperature or 0.0,
-        "top_p": 1.0 if ask.top_p is None else ask.top_p,
-        "seed": ask.seed,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature or 0.0,
+        "top_p": 1.0 if sampling.top_p is None else sampling.top_p,
+        "seed": sampling.seed,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    if ask.stop:
-        body["stop"] = list(ask.stop)
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
     for name, usual in EXTENSIONS.items():
-        value = getattr(ask, name)
+        value = getattr(sampling, name)
         if value is not None and value != usual:
             body[name] = value
     if speculative is not None:

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from forerun.errors import ConfigError
-from forerun.options.config import AskConfig, EngineConfig, ServeSettings
+from forerun.options.config import EngineConfig, SamplingConfig, ServeSettings
 from forerun.options.fields import YES, parsed, truth
 from forerun.options.flags import NOTHING, VALUE, Option, own_option
 from forerun.options.sampling_params import parse_overrides
@@ -19,7 +19,9 @@ log = logging.getLogger(__name__)
 SGLANG, VLLM, LLAMA = "SGLang", "vLLM", "llama.cpp"
 
 FIELDS: dict[str, "Field[Any]"] = {
-    item.name: item for kind in (EngineConfig, ServeSettings, AskConfig) for item in fields(kind)
+    item.name: item
+    for kind in (EngineConfig, ServeSettings, SamplingConfig)
+    for item in fields(kind)
 }
 
 

@@ -623,7 +623,7 @@ def _sampling_param(name: str, text: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskConfig:
+class SamplingConfig:
     """The sampling options of `run`, `chat` and `bench`, named as in the API."""
 
     max_tokens: int = option(512, "longest answer in tokens", low=1)

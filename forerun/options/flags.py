@@ -11,10 +11,10 @@ from dataclasses import MISSING, Field, dataclass, fields
 from typing import Any, TypeVar
 
 from forerun.errors import ConfigError
-from forerun.options.config import AskConfig, EngineConfig, ServeSettings
+from forerun.options.config import EngineConfig, SamplingConfig, ServeSettings
 from forerun.options.fields import kind_of, parsed
 
-Config = TypeVar("Config", EngineConfig, ServeSettings, AskConfig)
+Config = TypeVar("Config", EngineConfig, ServeSettings, SamplingConfig)
 Other = TypeVar("Other", ServeSettings, EngineConfig)
 Assign = Callable[[str, str], dict[str, Any]]
 """(name of the option as written, the text) -> values of fields. Raises ConfigError."""

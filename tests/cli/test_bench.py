@@ -16,7 +16,7 @@ from forerun.errors import ConfigError
 from forerun.measure import report
 from forerun.measure.client import Endpoint, Timing, body_of, find_model, load_level
 from forerun.measure.workload import read_prompts
-from forerun.options.config import AskConfig
+from forerun.options.config import SamplingConfig
 
 PROMPT = read_prompts()[0]
 PAUSE = 0.02
@@ -185,12 +185,12 @@ def test_a_server_that_still_loads_is_no_wrong_address(monkeypatch):
 
 
 def test_bodies_are_plain_openai_by_default():
-    plain = body_of(PROMPT, "m", AskConfig(max_tokens=5), None)
+    plain = body_of(PROMPT, "m", SamplingConfig(max_tokens=5), None)
     assert set(plain) == {
         "model", "messages", "max_tokens", "temperature", "top_p", "seed", "stream",
         "stream_options",
     }  # fmt: skip
-    ask = AskConfig(top_k=4, ignore_eos=True, stop=("a",))
+    ask = SamplingConfig(top_k=4, ignore_eos=True, stop=("a",))
     more = body_of(PROMPT, "m", ask, {"enabled": False})
     assert (more["top_k"], more["ignore_eos"], more["stop"]) == (4, True, ["a"])
     assert more["speculative"] == {"enabled": False}

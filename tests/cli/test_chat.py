@@ -11,10 +11,10 @@ from prompt_toolkit.output import DummyOutput
 from forerun.cli.conversation import Conversation
 from forerun.cli.terminal import Wrapped, keys
 from forerun.errors import RequestError
-from forerun.options.config import AskConfig
+from forerun.options.config import SamplingConfig
 from tests.cli.toys import toy_loaded
 
-ASK = AskConfig(max_tokens=40, ignore_eos=True, seed=0)
+ASK = SamplingConfig(max_tokens=40, ignore_eos=True, seed=0)
 CHAT = [sys.executable, "-m", "forerun.cli", "chat", "toy", "--kv-tokens", "4096"]
 
 
@@ -86,7 +86,7 @@ def test_the_oldest_turns_make_room():
 
 
 def test_regenerated_answers_differ_and_sessions_too():
-    warm = AskConfig(max_tokens=20, ignore_eos=True, temperature=1.0, seed=None)
+    warm = SamplingConfig(max_tokens=20, ignore_eos=True, temperature=1.0, seed=None)
     with toy_loaded() as loaded:
         talk = talking(loaded, warm)
         with pytest.raises(RequestError, match="no answer to regenerate"):
@@ -94,8 +94,10 @@ def test_regenerated_answers_differ_and_sessions_too():
         texts = [talk.say("Hello").text, talk.regenerate().text, talk.regenerate().text]
         assert len(set(texts)) == 3 and len(talk.turns) == 2
         assert talk.turns[-1]["content"] == texts[-1]
-        assert talking(loaded, warm).ask.seed != talk.ask.seed
-        known = [talking(loaded, AskConfig(max_tokens=20, temperature=1.0, seed=5)) for _ in "ab"]
+        assert talking(loaded, warm).sampling.seed != talk.sampling.seed
+        known = [
+            talking(loaded, SamplingConfig(max_tokens=20, temperature=1.0, seed=5)) for _ in "ab"
+        ]
         assert known[0].say("Hello").text == known[1].say("Hello").text
 
 

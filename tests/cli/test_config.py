@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forerun.errors import ConfigError
-from forerun.options.config import AskConfig, EngineConfig, ServeSettings
+from forerun.options.config import EngineConfig, SamplingConfig, ServeSettings
 from forerun.options.flags import command_line, configured, flags_of
 from forerun.train.presets import TrainConfig
 
-KINDS = [EngineConfig, ServeSettings, AskConfig]
+KINDS = [EngineConfig, ServeSettings, SamplingConfig]
 
 
 @pytest.mark.parametrize(
@@ -33,16 +33,16 @@ KINDS = [EngineConfig, ServeSettings, AskConfig]
         (ServeSettings, {"request_seconds": float("inf")}, "request-seconds"),
         (ServeSettings, {"max_choices": 129}, "between 1 and 128"),
         (ServeSettings, {"api_keys": ("\udcff",)}, "API key"),
-        (AskConfig, {"stop": ("a", "")}, "stop text is empty"),
+        (SamplingConfig, {"stop": ("a", "")}, "stop text is empty"),
         (ServeSettings, {"api_keys": ("good", " ")}, "API key"),
-        (AskConfig, {"temperature": -1.0}, "temperature"),
-        (AskConfig, {"max_tokens": 0}, "max-tokens"),
+        (SamplingConfig, {"temperature": -1.0}, "temperature"),
+        (SamplingConfig, {"max_tokens": 0}, "max-tokens"),
         (EngineConfig, {"mem_fraction_static": "0.9.1"}, "mem-fraction-static takes a number"),
         (EngineConfig, {"mem_fraction_static": "1.6"}, "mem-fraction-static is 1.6"),
         (EngineConfig, {"page_size": None, "tp_size": [1]}, r"tp-size is.*\npage-size is None"),
         (EngineConfig, {"threads": 1.5}, "threads is 1.5: expected `int"),
         (EngineConfig, {"dtype": b"file"}, "dtype is b'file'"),
-        (AskConfig, {"ignore_eos": "perhaps"}, "ignore-eos is on or off"),
+        (SamplingConfig, {"ignore_eos": "perhaps"}, "ignore-eos is on or off"),
         (TrainConfig, {"epochs": "many"}, "epochs takes a number"),
     ],
 )
@@ -115,6 +115,6 @@ def test_flags_describe_a_configuration_exactly(config):
 def test_flags_of_other_kinds():
     for config in (
         ServeSettings(api_keys=("a", "b c"), port=0, drain_seconds=1.5),
-        AskConfig(stop=("x", "\n"), ignore_eos=True, temperature=0.25),
+        SamplingConfig(stop=("x", "\n"), ignore_eos=True, temperature=0.25),
     ):
         assert round_trip(config) == config

@@ -20,7 +20,7 @@ from forerun.options import algorithms
 from forerun.options.algorithms import ALGORITHMS, Algorithm, capacity, check_shape
 from forerun.options.alias import FIELDS, Verdict
 from forerun.options.aliases import ALIASES, OPTIONS, SAME_NAMES
-from forerun.options.config import AskConfig, EngineConfig, ServeSettings
+from forerun.options.config import EngineConfig, SamplingConfig, ServeSettings
 from forerun.options.flags import NOTHING, configured, own_option
 from tests.shape.tree import ROOT
 from tests.worlds.servers import started
@@ -47,12 +47,12 @@ def test_a_name_means_one_thing():
     own = {own_option(item).flag for item in FIELDS.values()}
     # Options of run's answer; in a server, which has none of these, defaults of requests.
     twice = {flag for flag in flags if flags.count(flag) > 1} | own & set(flags)
-    ask = {item.name for item in fields(AskConfig)}
+    ask = {item.name for item in fields(SamplingConfig)}
     for flag in twice - own:
         first, second = (option for option in OPTIONS if option.flag == flag)
         assert set(first.fields) <= ask and second.fields in (("sampling_override",), ())
     assert {flag[2:].replace("-", "_") for flag in twice & own} <= ask
-    kinds = (EngineConfig, ServeSettings, AskConfig)
+    kinds = (EngineConfig, ServeSettings, SamplingConfig)
     assert len(FIELDS) == sum(len(fields(kind)) for kind in kinds)
     for alias in ALIASES:
         assert set(alias.fields.split()) <= set(FIELDS) and alias.meaning and alias.sources
@@ -273,7 +273,7 @@ def test_names_of_the_server():
         allowed_origins=("http://a", "http://b"),
     )  # fmt: skip
     line = ["Hi", "--temp", "0.5", "-n", "7", "--repeat-penalty", "1.1", "-s", "3"]
-    assert configured(AskConfig, settled("run", *line)) == AskConfig(
+    assert configured(SamplingConfig, settled("run", *line)) == SamplingConfig(
         temperature=0.5, max_tokens=7, repetition_penalty=1.1, seed=3
     )
 

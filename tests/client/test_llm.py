@@ -12,7 +12,7 @@ import forerun
 from forerun import LLM, AsyncLLM
 from forerun.cli.main import main
 from forerun.client.completion import make_request
-from forerun.client.options import RANGES, AskOptions, EngineArgs
+from forerun.client.options import RANGES, EngineArgs, SamplingOptions
 from forerun.engine.request import Speculation
 from forerun.errors import EngineError, RequestError
 from forerun.options.config import EngineConfig, ServeSettings
@@ -31,7 +31,7 @@ def test_typed_options_are_the_real_ones():
         p.name for p in signature(make_request).parameters.values() if p.kind == p.KEYWORD_ONLY
     }
     sampling = {item.name for item in fields(Sampling)} - {"stop_tokens"}
-    assert AskOptions.__annotations__.keys() == named | sampling | {
+    assert SamplingOptions.__annotations__.keys() == named | sampling | {
         "lora_name",
         "stop",
         "stop_token_ids",

@@ -10,7 +10,7 @@ import pytest
 from forerun.build.engine import load
 from forerun.errors import ConfigError, ModelError
 from forerun.hub.catalog import RECOMMENDED, open_model
-from forerun.options.config import AskConfig, EngineConfig, ServeSettings
+from forerun.options.config import EngineConfig, SamplingConfig, ServeSettings
 from forerun.options.sampling_params import NEUTRAL, RANGES
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.prepare import chat_generation, completion_generation
@@ -39,7 +39,7 @@ def samplings(folder, how="model", override=()):
         ]
         served = [one.requests[0].sampling for one in made]
         assert loaded.info["sampling_defaults"].keys() >= NEUTRAL.keys()
-        return served, AskConfig(min_p=0.1).options(loaded.target.sampling)
+        return served, SamplingConfig(min_p=0.1).options(loaded.target.sampling)
 
 
 def test_what_the_model_says(folder):
@@ -94,18 +94,18 @@ def test_an_override_that_is_none_is_named(pair):
 
 @pytest.mark.parametrize("name", RANGES)
 def test_options_have_the_bounds_of_requests(name):
-    """AskConfig took any repetition penalty from 0.01 on, and no top_k of -1."""
+    """SamplingConfig took any repetition penalty from 0.01 on, and no top_k of -1."""
     low, high = RANGES[name]
-    asked = {name} & {item.name for item in fields(AskConfig)}
+    asked = {name} & {item.name for item in fields(SamplingConfig)}
     for value in (low, high):
         EngineConfig(sampling_override=(f"{name}={value}",))
-        AskConfig(**dict.fromkeys(asked, value))
+        SamplingConfig(**dict.fromkeys(asked, value))
     for value in (low - 1, high + 1):
         with pytest.raises(ConfigError, match=name):
             EngineConfig(sampling_override=(f"{name}={value}",))
         for each in asked:
             with pytest.raises(ConfigError, match=each.replace("_", "-")):
-                AskConfig(**{each: value})
+                SamplingConfig(**{each: value})
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": "warm"}, {"top_p": 1.5}, {"min_p": True}])

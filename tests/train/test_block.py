@@ -13,7 +13,7 @@ from forerun.drafts.block_folder import open_block
 from forerun.executors import cpu
 from forerun.executors.torch.decoder.elementwise import rotation
 from forerun.executors.torch.drafts.block import BlockDrafter
-from forerun.measure.acceptance import CHAIN, Question, alone, ask
+from forerun.measure.acceptance import CHAIN, Question, alone, measure_shapes
 from forerun.options.config import EngineConfig
 from forerun.train.init import start_block
 from forerun.train.loss import (
@@ -207,7 +207,7 @@ def test_a_block_drafter_is_trained_and_served(untrained, tmp_path, kind, least)
         print(lengths)
         assert lengths[0] > least and lengths[1] >= lengths[0], lengths
         question = Question("seen", tuple(untrained.questions), 0.0, 40, at_once=4)
-        (judged,) = ask(target, alone(target.config), question, [CHAIN], lambda *_: None)
+        (judged,) = measure_shapes(target, alone(target.config), question, [CHAIN], lambda *_: None)
         assert judged.same == judged.answers == 8 and judged.length > least
     if cpu.available() is None:  # In 8 bits as much is accepted, but for a little.
         config = replace(config, executor="cpu", dtype="auto", threads=1)
