@@ -105,7 +105,7 @@ def best(ranked, about):
         grouped = ranked.reshape(router.groups, -1)
         sums = np.sort(grouped, -1)[:, -router.summed :].sum(-1)
         ranked = np.full_like(grouped, -np.inf)
-        for group in np.argsort(-sums, kind="stable")[: router.kept]:
+        for group in np.argsort(-sums, kind="stable")[: router.topk_group]:
             ranked[group] = grouped[group]
         ranked = ranked.ravel()
     return np.argsort(-ranked, kind="stable")[: about.top_k]
