@@ -325,8 +325,8 @@ class JaxExecutor(Executor):
             edits=edits, drafted=drafted, reserved=reserved,
         )  # fmt: skip
         choosing = self._sampler.choosing
-        given = packed_carried(batch, plan, ends, most, choosing, rows, round.tables)
-        self._round(round, batch, given)
+        inputs = packed_carried(batch, plan, ends, most, choosing, rows, round.tables)
+        self._round(round, batch, inputs)
         return self._begun(round)
 
     def _begun(self, round: JaxRound) -> JaxRound:
@@ -353,30 +353,30 @@ class JaxExecutor(Executor):
         """Dispatch some of a step's batches, in order."""
         choosing = self._sampler.choosing
         for batch in cut:
-            given = packed(batch, round.plan, round.trees, choosing, round.rows, round.tables)
+            inputs = packed(batch, round.plan, round.trees, choosing, round.rows, round.tables)
             if batch.chunk:
-                self.programs.run(Key("chunk", batch.size), given)
+                self.programs.run(Key("chunk", batch.size), inputs)
                 round.records.append(None)
                 if self._states is not None:
                     self._states.passed(round.plan, round.trees, batch, self.programs)
             else:
-                self._round(round, batch, given, masks)
+                self._round(round, batch, inputs, masks)
 
     def _round(
-        self, round: JaxRound, batch: Batch, given: Ints, masks: NodeMasks | None = None
+        self, round: JaxRound, batch: Batch, inputs: Ints, masks: NodeMasks | None = None
     ) -> None:
         """Dispatch a round."""
         size, shape = batch.size, self._within
         if round.drafted is not None:
             shape = round.drafted.width, round.drafted.levels
         if round.edits.keys().isdisjoint(batch.rows):
-            record = self.programs.run(Key("round", size, *shape), given)
+            record = self.programs.run(Key("round", size, *shape), inputs)
         else:
             allowed = self.programs.everything(size)
             if masks is not None:
                 allowed = padded_masks(batch, masks, -(-self.limits.vocab // 32))
             shaping = packed_shaping(batch, round.edits, self._edits, self.limits.vocab)
-            record = self.programs.run(Key("shaped", size, *shape), given, allowed, shaping)
+            record = self.programs.run(Key("shaped", size, *shape), inputs, allowed, shaping)
         round.records.append(record)
 
     def _check_pages(self, plan: Plan, trees: TreeBatch) -> None:
@@ -401,8 +401,8 @@ class JaxExecutor(Executor):
             tables = self.page_tables(late.plan.page_table)
             for batch in batches(late.plan, late.trees, self._buckets, self._shape):
                 choosing = self._sampler.choosing
-                given = packed(batch, late.plan, late.trees, choosing, nothing, tables)
-                self.programs.run(Key("chunk", batch.size), given)
+                inputs = packed(batch, late.plan, late.trees, choosing, nothing, tables)
+                self.programs.run(Key("chunk", batch.size), inputs)
         cuts = self._states.claims(plan, trees)
         return cuts, self._reserved(plan, rows, plan.kv_len + np.diff(trees.start))
 
@@ -441,7 +441,7 @@ class JaxExecutor(Executor):
         for batch, record in zip(round.batches, round.records, strict=True):
             if record is not None:
                 receive(record, batch, choice, round, self.limits.vocab)
-        kept = np.add.reduceat(choice >= 0, trees.start[:-1])
+        path_lengths = np.add.reduceat(choice >= 0, trees.start[:-1])
         shaped = np.isin(np.arange(plan.rows), list(round.edits))
         round.rows.decided[shaped & (choice[trees.roots] < 0)] = False
         logits = Answers(self.programs, round, self.limits.vocab, round is self._last)
@@ -458,7 +458,7 @@ class JaxExecutor(Executor):
         source, target = left_to_move(round, outcome, scratch, self.limits.page_size)
         self.programs.move(Key("move"), source, target, scratch)
         if self._states is not None:
-            self._states.settle(plan, outcome, kept, round.reserved)
+            self._states.settle(plan, outcome, path_lengths, round.reserved)
         return outcome
 
     def describe(self) -> dict[str, Any]:

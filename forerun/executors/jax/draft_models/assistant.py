@@ -106,9 +106,9 @@ class AssistantNetwork(NamedTuple):
         best = lax.top_k(product(read, weights["centroids"]), clusters.top_k)[1]
         ids = weights["clusters"][best].reshape(len(read), -1)
         head = weights["embed"] if self.decoder.arch.tied_head else weights["head"]
-        made = products("nh,nkh->nk", read, head[ids]).astype(jnp.float32)
+        chosen = products("nh,nkh->nk", read, head[ids]).astype(jnp.float32)
         whole = jnp.full((len(read), self.about.vocab), -jnp.inf)
-        return whole.at[jnp.arange(len(read))[:, None], ids].set(made)
+        return whole.at[jnp.arange(len(read))[:, None], ids].set(chosen)
 
 
 def load_assistant(network: AssistantNetwork, dtype: Any) -> Params:

@@ -115,8 +115,8 @@ class JaxEagleHead(NamedTuple):
 
     def logits(self, params: Params, read: Array) -> Array:
         """Return float32[n,Vd] from `Ran.read`, [n,H]."""
-        made = product(read, params["draft"]["lm_head"].T).astype(jnp.float32)
-        return self.target.sharding.put(made, None, None)
+        logits = product(read, params["draft"]["lm_head"].T).astype(jnp.float32)
+        return self.target.sharding.put(logits, None, None)
 
     def _embed(self, params: Params, tokens: Array) -> Array:
         own = params["draft"].get("embed")
@@ -136,8 +136,8 @@ class JaxEagleHead(NamedTuple):
         axis = "model" if self._by_heads else None
 
         def heads(name: str, count: int) -> Array:
-            made = product(x, weights[f"{name}_proj"])
-            return put(made.reshape(*x.shape[:2], count, -1), None, None, axis, None)
+            projected = product(x, weights[f"{name}_proj"])
+            return put(projected.reshape(*x.shape[:2], count, -1), None, None, axis, None)
 
         q, k = heads("q", about.heads), heads("k", about.kv_heads)
         k, v = sanitised(rotate(k, cos, sin), heads("v", about.kv_heads))
@@ -161,10 +161,10 @@ def load_head(head: JaxEagleHead, checkpoint: Checkpoint, draft: DraftFile, dtyp
     about, sharding = head.about, head.target.sharding
 
     def put(name: str, values: Any) -> Array:
-        made: Array = jax.device_put(
+        placed: Array = jax.device_put(
             np.array(values, order="C"), _where(head, name, np.ndim(values))
         )
-        return made
+        return placed
 
     params: Params = {
         "ids": put("ids", draft.target_ids.astype(np.int32)),
@@ -173,10 +173,10 @@ def load_head(head: JaxEagleHead, checkpoint: Checkpoint, draft: DraftFile, dtyp
     for name in expected_draft_tensors(about):
         if name != "d2t":
             values = draft.tensor(name)
-            kept = np.asarray(values, jnp.dtype(dtype) if values.ndim > 1 else np.float32)
+            array = np.asarray(values, jnp.dtype(dtype) if values.ndim > 1 else np.float32)
             short = _short(name)
-            turned = kept.ndim > 1 and short != "lm_head"
-            params[short] = put(short, kept.T if turned else kept)
+            turned = array.ndim > 1 and short != "lm_head"
+            params[short] = put(short, array.T if turned else array)
     if not about.trained_head:
         rows = checkpoint.tensor(head.target.arch.head_tensor)[draft.target_ids]
         params["lm_head"] = put("lm_head", np.asarray(rows, jnp.dtype(dtype)))

@@ -101,8 +101,8 @@ class PredictionHead(NamedTuple):
         head = params["draft"].get("head")
         if head is None:
             return self.target.read(params, read)
-        made = product(read, head.T).astype(jnp.float32)
-        return self.target.sharding.put(made, None, None)
+        logits = product(read, head.T).astype(jnp.float32)
+        return self.target.sharding.put(logits, None, None)
 
 
 def load_prediction(head: PredictionHead, dtype: Any) -> Params:

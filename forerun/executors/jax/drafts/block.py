@@ -80,11 +80,11 @@ class BlockNetwork(NamedTuple):
         """
         weights = params["draft"]
         context = self._normed(weights, "hidden_norm", product(features, weights["fc"]))
-        made = [
+        pairs = [
             self._keys_values(layer, context, self._rotary(params, position))
             for layer in weights["layers"]
         ]
-        keys, values = (jnp.stack(part) for part in zip(*made, strict=True))
+        keys, values = (jnp.stack(part) for part in zip(*pairs, strict=True))
         return keys, values
 
     def block(self, params: Params, roots: Array, position: Array, attend: Attend) -> Array:
@@ -143,9 +143,9 @@ class BlockNetwork(NamedTuple):
         group = self.about.convolved
         if not group:
             return work(normed)
-        made = product(normed, layer[f"{name}.kernel_projection"])
-        made = made.reshape(*normed.shape[:2], 2, KERNEL_SIZE, -1)
-        kernels = layer[f"{name}.base_kernel"] + jnp.repeat(made, group, -1)
+        dynamic = product(normed, layer[f"{name}.kernel_projection"])
+        dynamic = dynamic.reshape(*normed.shape[:2], 2, KERNEL_SIZE, -1)
+        kernels = layer[f"{name}.base_kernel"] + jnp.repeat(dynamic, group, -1)
 
         def convolved(x: Array, side: int) -> Array:
             before = jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
@@ -200,9 +200,9 @@ def load_block(
     def put(values: Any, turned: bool = False) -> Array:
         wide = np.ndim(values) > 1
         values = values.T if wide and turned else values
-        kept = np.array(values, jnp.dtype(dtype) if wide else np.float32, order="C")
-        made: Array = jax.device_put(kept, sharding.replicated)
-        return made
+        array = np.array(values, jnp.dtype(dtype) if wide else np.float32, order="C")
+        placed: Array = jax.device_put(array, sharding.replicated)
+        return placed
 
     layers: list[Params] = [{} for _ in range(about.layers)]
     params: Params = {

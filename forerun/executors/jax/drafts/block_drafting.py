@@ -75,13 +75,13 @@ class JaxBlockDrafting(NamedTuple):
         """Store the accepted paths' features, propose blocks below their ends and build full trees;
         arguments and result as JaxDrafting.work.
         """
-        given, (kept, count) = accepted.given, accepted.followed
-        position = given.kv_len[:, None] + given.depth
-        table = given.tables[:, 0]
-        held = self.store_features(params, held, accepted.streams, (table, position, kept))
-        _, roots = accepted.end(kept)
-        read = self.propose(params, held, roots[:, 0], table, given.kv_len + count)
-        noise = given.behind(count)
+        inputs, (on_path, count) = accepted.inputs, accepted.followed
+        position = inputs.kv_len[:, None] + inputs.depth
+        table = inputs.tables[:, 0]
+        held = self.store_features(params, held, accepted.streams, (table, position, on_path))
+        _, roots = accepted.end(on_path)
+        read = self.propose(params, held, roots[:, 0], table, inputs.kv_len + count)
+        noise = inputs.behind(count)
         return held, self._grow(params, (roots, read[:, :levels]), noise, width)
 
     def store_features(
@@ -96,11 +96,11 @@ class JaxBlockDrafting(NamedTuple):
         where  page tables int32[R,W], positions int32[R,N], and bool[R,N] which to store
         """
         table, position, stored = where
-        made = self.network.target_keys_values(params, features, position)
+        pairs = self.network.target_keys_values(params, features, position)
         slots = jnp.where(stored, slots_of(table, position, self.page_size), NOWHERE).reshape(-1)
         keys, values = (
             into.at[:, slots].set(of_nodes(new), mode="drop")
-            for into, new in zip((held.keys, held.values), made, strict=True)
+            for into, new in zip((held.keys, held.values), pairs, strict=True)
         )
         return held._replace(keys=keys, values=values)
 

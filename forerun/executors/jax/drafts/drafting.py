@@ -54,14 +54,14 @@ class AcceptedStep(NamedTuple):
     """A round after its commit.
 
     choices   int32[R,N] of all nodes
-    kept      bool[R,N] nodes on an accepted path
+    on_path   bool[R,N] nodes on an accepted path
     streams   [R,N,F*H] features of the nodes
     pages     the target's
     """
 
-    given: Inputs
+    inputs: Inputs
     choices: Array
-    kept: Array
+    on_path: Array
     streams: Array
     pages: Pages = ((), ())
 
@@ -70,15 +70,15 @@ class AcceptedStep(NamedTuple):
         """Return the permanent nodes bool[R,N] of rows that the draft model follows, and their
         number int32[R].
         """
-        kept = self.kept & (self.given.draft_slot >= 0)[:, None]
-        return kept, kept.sum(1, dtype=jnp.int32)
+        on_path = self.on_path & (self.inputs.draft_slot >= 0)[:, None]
+        return on_path, on_path.sum(1, dtype=jnp.int32)
 
-    def end(self, kept: Array) -> tuple[Array, Array]:
-        """Return int32[R], the number of the deepest of the nodes `kept` bool[R,N] of each row, and
-        int32[R,1], the target's choice there, which is the next root; 0 and its choice if none is
-        kept.
+    def end(self, on_path: Array) -> tuple[Array, Array]:
+        """Return int32[R], the number of the deepest of the nodes `on_path` bool[R,N] of each row,
+        and int32[R,1], the target's choice there, which is the next root; 0 and its choice if there
+        is no such node.
         """
-        last = jnp.where(kept, self.given.depth + 1, 0).argmax(1)
+        last = jnp.where(on_path, self.inputs.depth + 1, 0).argmax(1)
         return last, jnp.maximum(jnp.take_along_axis(self.choices, last[:, None], 1), 0)
 
 
@@ -120,15 +120,15 @@ class _Growing(NamedTuple):
         cls, first: tuple[Array, Array, Array], roots: _Roots, shape: tuple[int, int]
     ) -> "_Growing":
         """Return trees of the roots and the level below them."""
-        (width, levels), (path, _, kept) = shape, roots.path
+        (width, levels), (path, _, on_path) = shape, roots.path
         more, wide = (levels - 1) * width, width * width - width
-        seen = jnp.pad(kept, ((0, 0), (0, more)))[:, None]
+        seen = jnp.pad(on_path, ((0, 0), (0, more)))[:, None]
         room = ((0, 0), (0, 0), (0, more), (0, 0), (0, 0))
         return cls(
             jnp.pad(first[0], ((0, 0), (0, wide))),
             jnp.pad(first[2], ((0, 0), (0, wide)), constant_values=-jnp.inf),
             jnp.repeat(roots.hidden[:, None], width, 1),
-            jnp.broadcast_to(seen, (len(kept), width, seen.shape[-1])),
+            jnp.broadcast_to(seen, (len(on_path), width, seen.shape[-1])),
             (jnp.pad(path.keys, room), jnp.pad(path.values, room)),
         )
 
@@ -152,30 +152,30 @@ class _Extended(NamedTuple):
 
     @classmethod
     def of(
-        cls, accepted: AcceptedStep, kept: Array, count: Array, sizes: NetworkSizes
+        cls, accepted: AcceptedStep, on_path: Array, count: Array, sizes: NetworkSizes
     ) -> "_Extended":
-        """Return the extension of permanent nodes, kept bool[R,N], of which count int32[R] are
+        """Return the extension of permanent nodes, on_path bool[R,N], of which count int32[R] are
         true.
         """
-        given = accepted.given
-        position = given.kv_len[:, None] + given.depth
-        seen = given.trees.seen
-        (last, next_root), streams = accepted.end(kept), accepted.streams
+        inputs = accepted.inputs
+        position = inputs.kv_len[:, None] + inputs.depth
+        seen = inputs.trees.seen
+        (last, next_root), streams = accepted.end(on_path), accepted.streams
         if not (sizes.runs_root or sizes.borrows):
-            return cls(jnp.maximum(accepted.choices, 0), position, streams, seen, kept, last)
+            return cls(jnp.maximum(accepted.choices, 0), position, streams, seen, on_path, last)
         if sizes.borrows:
             beside = jnp.take_along_axis(streams, last[:, None, None], 1)
-            end, own = (given.kv_len + count)[:, None], jnp.ones((len(count), 1, 1), bool)
+            end, own = (inputs.kv_len + count)[:, None], jnp.ones((len(count), 1, 1), bool)
             return cls(next_root, end, beside, own, ~own[:, 0], jnp.zeros_like(last))
-        path = jnp.pad(kept, ((0, 0), (0, 1)), constant_values=True)
+        path = jnp.pad(on_path, ((0, 0), (0, 1)), constant_values=True)
         before = jnp.pad(seen, ((0, 0), (0, 0), (0, 1)))
         return cls(
-            jnp.concatenate([given.trees.tokens, next_root], 1),
-            jnp.concatenate([position, (given.kv_len + count)[:, None]], 1),
+            jnp.concatenate([inputs.trees.tokens, next_root], 1),
+            jnp.concatenate([position, (inputs.kv_len + count)[:, None]], 1),
             jnp.zeros((*path.shape, 0), streams.dtype),
             jnp.concatenate([before, path[:, None]], 1),
             path,
-            jnp.full_like(last, kept.shape[1]),
+            jnp.full_like(last, on_path.shape[1]),
         )
 
 
@@ -201,12 +201,12 @@ class JaxDrafting(NamedTuple):
         parents and bits of values. Rows with draft_slot -1 store nothing.
         """
         roots, pasts, target = self._extend(params, held, accepted)
-        record = recorded(self._grow(params, accepted.given, roots, pasts, (width, levels)))
+        record = recorded(self._grow(params, accepted.inputs, roots, pasts, (width, levels)))
         # The trees read the arrays before this step's writes.
         target = after(target, record[-1:])
         held = committed(held, roots.path[0], target)
-        follows = accepted.given.draft_slot >= 0
-        place = jnp.where(follows, self.nodes + accepted.given.draft_slot, NOWHERE)
+        follows = accepted.inputs.draft_slot >= 0
+        place = jnp.where(follows, self.nodes + accepted.inputs.draft_slot, NOWHERE)
         return held._replace(outputs=held.outputs.at[place].set(roots.hidden, mode="drop")), record
 
     def pasts(self, held: DraftArrays, pages: Pages, tables: Array, kv_len: Array) -> Pasts:
@@ -246,33 +246,33 @@ class JaxDrafting(NamedTuple):
         these read, and int32[R,N'], the slots of permanent entries: accepted nodes of rows that are
         followed.
         """
-        given, network = accepted.given, self.network
-        kept, count = accepted.followed
-        cached = given.kv_len + count * bool(network.sizes.borrows)
-        pasts = self.pasts(held, accepted.pages, given.tables, cached)
-        extended = _Extended.of(accepted, kept, count, network.sizes)
+        inputs, network = accepted.inputs, self.network
+        on_path, count = accepted.followed
+        cached = inputs.kv_len + count * bool(network.sizes.borrows)
+        pasts = self.pasts(held, accepted.pages, inputs.tables, cached)
+        extended = _Extended.of(accepted, on_path, count, network.sizes)
         hidden = network.enter(params, extended.streams)
         tree = Tree(extended.seen, extended.position)
         of_layer = self.attention(pasts, tree)
         ran = network.run(params, extended.tokens, hidden, extended.position, of_layer)
-        follows = given.draft_slot >= 0
-        place = jnp.where(follows, self.nodes + given.draft_slot, NOWHERE)
-        slots = slots_of(given.tables[:, 0], extended.position, self.page_size)
+        follows = inputs.draft_slot >= 0
+        place = jnp.where(follows, self.nodes + inputs.draft_slot, NOWHERE)
+        slots = slots_of(inputs.tables[:, 0], extended.position, self.page_size)
         target = jnp.where(extended.path, slots, NOWHERE)
         if network.sizes.runs_root:
             target = target.at[:, -1].set(jnp.where(follows, self.slots + place, NOWHERE))
         last = extended.last[:, None, None]
         read, output = (jnp.take_along_axis(x, last, 1)[:, 0] for x in (ran.read, ran.output))
-        position = given.kv_len + count + network.sizes.runs_root
+        position = inputs.kv_len + count + network.sizes.runs_root
         path = ran, extended.position, extended.path
         return _Roots(read, output, position, count, path), pasts, target
 
     def _grow(
-        self, params: Params, given: Inputs, roots: _Roots, pasts: Pasts, shape: tuple[int, int]
+        self, params: Params, inputs: Inputs, roots: _Roots, pasts: Pasts, shape: tuple[int, int]
     ) -> list[tuple[Array, Array, Array]]:
         """Return tokens, parents and values, [R,.] each: of the first level, then of all others."""
         width, levels = shape
-        noise = given.behind(roots.accepted)
+        noise = inputs.behind(roots.accepted)
         tokens, values = self._children(params, roots.read, noise, width)
         first = tokens, jnp.full_like(tokens, -1), jnp.minimum(values, 0.0)
         if levels == 1:

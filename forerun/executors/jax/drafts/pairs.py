@@ -78,15 +78,15 @@ class JaxPairs(NamedTuple):
             return above, None
         begin = 2 * about.rank if about.pair == "rnn" else 0
         own, bias = joint[begin : begin + about.hidden], self.weights["joint.bias"]
-        made = product(hidden, own, bias)
+        projected = product(hidden, own, bias)
         match about.pair:
             case "selector":
-                return made * above, None
+                return projected * above, None
             case "gated":
-                return sigmoid(made + product(above, joint[about.hidden :])) * above, None
+                return sigmoid(projected + product(above, joint[about.hidden :])) * above, None
         state = jnp.zeros_like(above) if state is None else state
-        made = made + product(jnp.concatenate([state, above], -1), joint[:begin])
-        forget, candidate, output = jnp.split(made, 3, -1)
+        projected = projected + product(jnp.concatenate([state, above], -1), joint[:begin])
+        forget, candidate, output = jnp.split(projected, 3, -1)
         forget = sigmoid(forget)
         return jnp.tanh(output), forget * state + (1 - forget) * jnp.tanh(candidate)
 

@@ -32,11 +32,11 @@ def token_vectors(arch: Architecture, params: Params, tokens: Array, x: Array) -
     embeddings [R,N,H], scaled.
     """
     shape = *tokens.shape, arch.layers, arch.token_vector
-    made = product(x, params["token_projection"]) * np.asarray(arch.hidden**-0.5, x.dtype)
-    made = rms_norm(made.reshape(shape), params["token_norm"], arch.norm_eps)
+    vectors = product(x, params["token_projection"]) * np.asarray(arch.hidden**-0.5, x.dtype)
+    vectors = rms_norm(vectors.reshape(shape), params["token_norm"], arch.norm_eps)
     rows = jnp.take(params["token_rows"], tokens, axis=0, mode="clip")
     rows = rows.reshape(shape) * np.asarray(arch.token_vector**0.5, x.dtype)
-    return (made + rows) * np.asarray(2**-0.5, x.dtype)
+    return (vectors + rows) * np.asarray(2**-0.5, x.dtype)
 
 
 def with_vector(spec: LayerSpec, weights: Params, eps: float, x: Array, vector: Array) -> Array:
@@ -44,5 +44,5 @@ def with_vector(spec: LayerSpec, weights: Params, eps: float, x: Array, vector: 
     added.
     """
     gate = product(x, weights["per_layer_input_gate"])
-    made = product(GATES[spec.activation](gate, vector), weights["per_layer_projection"])
-    return x + rms_norm(made, weights["post_per_layer_input_norm"], eps)
+    added = product(GATES[spec.activation](gate, vector), weights["per_layer_projection"])
+    return x + rms_norm(added, weights["post_per_layer_input_norm"], eps)

@@ -57,13 +57,15 @@ def enter(
     if about.query_rank is not None:
         lower, name = product(x, weights["q_a_proj"], weights.get("q_a_proj.bias")), "q_b_proj"
         lower = rms_norm(lower, weights["q_a_layernorm"], about.norm_eps)
-    made = product(lower, weights[name]).reshape(*x.shape[:2], heads, -1)
-    plain, turned = jnp.split(made, [about.nope], -1)
+    projected = product(lower, weights[name]).reshape(*x.shape[:2], heads, -1)
+    plain, turned = jnp.split(projected, [about.nope], -1)
     into = _of_heads(weights, about, heads)[..., : about.nope]
     queries = [products("rnad,kad->rnak", plain, into), rotate(turned, *rotary)]
     name = "kv_a_proj_with_mqa"
-    kept, key = jnp.split(product(x, weights[name], weights.get(f"{name}.bias")), [about.rank], -1)
-    latent = rms_norm(kept, weights["kv_a_layernorm"], about.norm_eps)
+    latent_rows, key = jnp.split(
+        product(x, weights[name], weights.get(f"{name}.bias")), [about.rank], -1
+    )
+    latent = rms_norm(latent_rows, weights["kv_a_layernorm"], about.norm_eps)
     keys = _sanitised(latent[:, :, None], rotate(key[:, :, None], *rotary))
     return jnp.concatenate(queries, -1), keys
 
@@ -190,7 +192,7 @@ class JaxDecoder(NamedTuple):
         }
         brought: list[Brought] = []
         last, number = x, 0
-        kept: list[list[KeysValues]] = [[] for _ in self.kinds]
+        caches: list[list[KeysValues]] = [[] for _ in self.kinds]
         fresh: dict[int | None, KeysValues] = {}
         streams: dict[int, Array] = {}
         for part in params["layers"]:
@@ -208,22 +210,22 @@ class JaxDecoder(NamedTuple):
                 last, own = each[spec](part, last, turned, at, (source, vector))
                 if source is None:
                     fresh[number] = own
-                    kept[self.kind(spec)].append((own[0][None], own[1][None]))
+                    caches[self.kind(spec)].append((own[0][None], own[1][None]))
                 number += 1
                 continue
             last, found, entered = self._scanned(
                 part, number, last, rotary, attend, bool(aux_layers)
             )
             for kind, own in found.items():
-                kept[kind].append(own)
+                caches[kind].append(own)
             streams |= {number + at: stream for at, stream in enumerate(entered)}
             number += sum(len(keys) for keys, _ in found.values())
-        asked = tuple(last if layer == len(specs) else streams[layer] for layer in aux_layers)
+        aux_hidden = tuple(last if layer == len(specs) else streams[layer] for layer in aux_layers)
         keys, values = (
-            tuple(jnp.concatenate([own[which] for own in mine]) for mine in kept)
+            tuple(jnp.concatenate([own[which] for own in mine]) for mine in caches)
             for which in (0, 1)
         )
-        return Forwarded(last, keys, values, asked, tuple(brought))
+        return Forwarded(last, keys, values, aux_hidden, tuple(brought))
 
     def place(self, number: int) -> int:
         """Return the index of a layer's keys and values, or of those that it reads, among those of

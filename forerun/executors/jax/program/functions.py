@@ -235,7 +235,7 @@ class Functions:
         drafting, shape = self.drafting, (key.width, key.levels)
         count = drafting.network.sizes.record(key.size.rows, *shape)
         held, grown = lax.cond(
-            (about.given.draft_slot >= 0).any(),
+            (about.inputs.draft_slot >= 0).any(),
             lambda: drafting.work(params, state.drafting, about, *shape),
             lambda: (state.drafting, jnp.zeros(count, jnp.int32)),
         )
