@@ -67,7 +67,7 @@ class EngineCommand:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class RemoteGrammar:
-    """A grammar that the engine's process keeps, under a number, for as long as this object lives.
+    """A grammar that the engine's process keeps, under a number, for as long as this object exists.
     See Constraint.
     """
 
@@ -167,7 +167,7 @@ class EngineProcess:
         self._send(messages.Abort(request))
 
     async def compile(self, grammar: Grammar, client: str) -> Constraint:
-        """Compile a grammar in the engine's process, which keeps it as long as the result lives;
+        """Compile a grammar in the engine's process, which keeps it as long as the result exists;
         cancelling the call discards it. Errors as of EngineClient.compile.
         """
         number = next(self._numbers)
