@@ -176,7 +176,7 @@ def accept(logits: Tensor, noise: NodeNoise, inputs: RoundInputs, record: Tensor
     """Choose a token at every node from logits [M,V] and follow each row's accepted path; writes
     choices on paths to `record` int32[M], NOTHING elsewhere: see kernels.Accept. Asynchronous.
     """
-    return _kept(*scored(logits, noise), inputs, record)
+    return _accepted(*scored(logits, noise), inputs, record)
 
 
 def keep(choices: Tensor, inputs: RoundInputs, record: Tensor) -> Accepted:
@@ -185,10 +185,10 @@ def keep(choices: Tensor, inputs: RoundInputs, record: Tensor) -> Accepted:
     """
     # As if the vocabulary were one chunk, with each node's choice as its best token.
     whole = choices[:, None]
-    return _kept(torch.zeros_like(whole, dtype=torch.float32), whole, inputs, record)
+    return _accepted(torch.zeros_like(whole, dtype=torch.float32), whole, inputs, record)
 
 
-def _kept(best: Tensor, found: Tensor, inputs: RoundInputs, record: Tensor) -> Accepted:
+def _accepted(best: Tensor, found: Tensor, inputs: RoundInputs, record: Tensor) -> Accepted:
     rows, total = len(inputs["count"]), len(inputs["depth"])
     choices = torch.empty_like(inputs["tokens"])
     kept = choices.new_empty((rows, total // rows), dtype=torch.bool)
