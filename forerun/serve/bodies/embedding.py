@@ -138,7 +138,7 @@ def embedding_generation(request: EmbeddingRequest, loaded: Frontend, name: str)
     given = () if request.name is None else (request.name,)
     return Generation(
         *(request.name or id, int(time.time()), requests, 1, False, frozenset()),
-        given=given,
+        client_ids=given,
         at_once=AT_ONCE,
     )
 
