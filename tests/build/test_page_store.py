@@ -42,12 +42,12 @@ def served(config, prompt=PROMPT, start=None):
 
 def test_a_restart_finds_what_was_read(tmp_path):
     config, start = replace(TOY, kv_store=str(tmp_path / "kv"), kv_store_size=10**7), {}
-    cached, text, said, _ = served(config)
-    assert cached == 0 and said.endswith("kv, at most 10.0 MB, now 0 B; 0 tokens of this model")
+    cached, text, line, _ = served(config)
+    assert cached == 0 and line.endswith("kv, at most 10.0 MB, now 0 B; 0 tokens of this model")
     again = served(config, start=start)
     assert again[:2] == (1088, text) and again[3].store.tokens == 1088
-    said = "; 1,088 tokens of this model, n-grams of 8 tokens of answers"
-    assert start["kv-store"].endswith(said)
+    line = "; 1,088 tokens of this model, n-grams of 8 tokens of answers"
+    assert start["kv-store"].endswith(line)
     assert served(replace(config, page_size=8))[0] == 0
     assert served(TOY)[2] is None
 
@@ -70,17 +70,17 @@ def test_a_restart_drafts_as_before(tmp_path, monkeypatch):
     config = EngineConfig(
         model="toy", context=512, kv_tokens=4096, policy="adaptive", kv_store=str(tmp_path / "kv")
     )
-    said = []
+    lines = []
     for changes in ({}, {}, {"page_size": 8}, {"speculative_num_steps": 3}):
         with closing(load(replace(config, **changes))) as loaded:
-            for number in range(0 if said else 9):
+            for number in range(0 if lines else 9):
                 request = make_request(PROMPT[number:40], max_tokens=60, temperature=1.0)
                 complete(loaded.engine, [request])
-        said.append(loaded.info["kv_store"])
-    assert said[0].endswith("0 tokens of this model")
-    assert said[1].endswith("tokens of answers, learnt costs of steps")
-    assert said[2].endswith("0 tokens of this model")
-    assert said[3].endswith("tokens of answers")  # Other drafts have other costs.
+        lines.append(loaded.info["kv_store"])
+    assert lines[0].endswith("0 tokens of this model")
+    assert lines[1].endswith("tokens of answers, learnt costs of steps")
+    assert lines[2].endswith("0 tokens of this model")
+    assert lines[3].endswith("tokens of answers")  # Other drafts have other costs.
     monkeypatch.setattr(page_store, "cores", lambda: 999)
     loaded = load(config)
     loaded.close()

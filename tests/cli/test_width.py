@@ -177,10 +177,10 @@ def test_bars_cut_no_number(monkeypatch):
         report("answers", 24, 24)
     assert not terminal.file.getvalue()
     monkeypatch.setattr(console, "SHOWN", 0.01)
-    said = "training: loss 5.49, agreement 0.00 0.00, length 1.000 (best 1.000), 18 tokens/s"
+    progress = "training: loss 5.49, agreement 0.00 0.00, length 1.000 (best 1.000), 18 tokens/s"
     with console.bars() as report:
         report("answers", 24, 24)
-        report(said, 5, 24)
+        report(progress, 5, 24)
         report("downloading weights", 98_400_000, 98_500_000)
         report("cases", 7, 0)  # Their number is not known.
         report("timing steps", 0, 0)
@@ -193,26 +193,26 @@ def test_bars_cut_no_number(monkeypatch):
 
 def test_lines_of_progress_name_no_unknown_total(monkeypatch):
     """They come also while one piece takes long: a compiler does not say how far it is."""
-    said = []
+    lines = []
     monkeypatch.setattr(console, "err", Console(file=StringIO()))
-    monkeypatch.setattr(console, "say", said.append)
+    monkeypatch.setattr(console, "say", lines.append)
     with console.bars() as report:
         report("cases", 1, 9)
-    assert not said, "nothing took long"
+    assert not lines, "nothing took long"
     monkeypatch.setattr(console, "QUIET", 0.01)
     with console.bars() as report:
         for done, total, line in ((0, 0, "cases"), (7, 0, "cases: 7"), (0, 9, "cases: 0 of 9")):
             report("cases", done, total)
-            until(lambda: said.count(line) > 1)  # noqa: B023
-    assert set(said) == {"cases", "cases: 7", "cases: 0 of 9"}
+            until(lambda: lines.count(line) > 1)  # noqa: B023
+    assert set(lines) == {"cases", "cases: 7", "cases: 0 of 9"}
 
 
 def test_a_run_has_its_number_among_all():
-    said = []
-    report = console.numbered(lambda *line: said.append(line), 3)
+    lines = []
+    report = console.numbered(lambda *line: lines.append(line), 3)
     for what, done in (("plain", 1), ("plain", 2), ("tree", 1)):
         report(what, done, 2)
-    assert said == [
+    assert lines == [
         ("plain, run 1 of 3", 1, 2),
         ("plain, run 1 of 3", 2, 2),
         ("tree, run 2 of 3", 1, 2),

@@ -74,11 +74,11 @@ def test_requests_for_a_loading_model_get_its_progress():
     """Once for each sentence that says something else."""
 
     async def run():
-        said = []
+        sentences = []
         loading = [["reading", 1, 1000], ["reading", 2, 1000], ["reading", 500, 1000], ["b", 0, 0]]
-        engine, _ = await EngineProcess.open(command(loading=loading), said.append)
+        engine, _ = await EngineProcess.open(command(loading=loading), sentences.append)
         await engine.close()
-        return said
+        return sentences
 
     assert asyncio.run(run()) == ["reading, 0 %", "reading, 50 %", "b"]
 

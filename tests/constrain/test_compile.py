@@ -326,7 +326,7 @@ class Faulty:
 
 
 @pytest.mark.parametrize(
-    ("fault", "error", "said"),
+    ("fault", "error", "message"),
     [
         (Fault.TIME, RequestError, "more than 5 seconds of processor time"),
         (Fault.DIED, RequestError, "ended, perhaps for lack of memory"),
@@ -334,13 +334,13 @@ class Faulty:
         (Fault.SILENT, WorkerError, "did not answer in time; try again later"),
     ],
 )
-def test_only_what_the_library_refuses_is_remembered(fault, error, said):
+def test_only_what_the_library_refuses_is_remembered(fault, error, message):
     """What a process could not do today it may do tomorrow."""
     made = Compiler(BYTES)
     lanes = made._lanes
     made._lanes = [replace(lane, worker=Faulty(lane.worker, fault)) for lane in lanes]
     for _ in range(2):
-        with pytest.raises(error, match=said) as raised:
+        with pytest.raises(error, match=message) as raised:
             made.compile(Grammar.regex("a", FIELD))
         assert isinstance(raised.value, BusyError) or raised.value.field == FIELD
     assert made._lanes[0].worker.requests == 2
@@ -446,8 +446,8 @@ def test_what_the_cache_takes_is_what_it_counts():
     leavings.
     """
     line = "from tests.constrain.test_compile import grown; print(grown())"
-    said = subprocess.check_output([sys.executable, "-c", line], text=True, timeout=600)
-    assert int(said) < 4 << 20
+    output = subprocess.check_output([sys.executable, "-c", line], text=True, timeout=600)
+    assert int(output) < 4 << 20
 
 
 def test_too_many_at_once_get_a_retry_later(monkeypatch):

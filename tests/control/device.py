@@ -145,13 +145,13 @@ class Device:
         proposed, drafts, host = self._drafts(plan, decision, carried)
         wanted = self.drafter.on_device_draft(plan)
         counted = list(map(len, drafts))
-        said = self._said(slots, drafts, counted, text)
-        outcome = self._outcome(plan, said, counted, wanted)
+        emitted = self._emitted(slots, drafts, counted, text)
+        outcome = self._outcome(plan, emitted, counted, wanted)
         deepest, levels = max(counted), wanted.levels if wanted else 0
         device = self._round(len(slots), deepest, levels) + PROMPT_TOKEN * PROMPT * len(new)
         own = self.host_ms + ROW_HOST * len(slots)
         begun = self._passes()
-        for slot, tokens in zip(slots, said, strict=True):
+        for slot, tokens in zip(slots, emitted, strict=True):
             self.running[slot].text.append(tokens)
         self.drafter.observe(plan, self._trees(plan, drafts), outcome)
         drafting = host + self._passes() - begun
@@ -161,10 +161,10 @@ class Device:
         report = step_report(plan, outcome, stages, ms)
         report.carried, report.reason, report.proposed = carried, decision.reason, proposed
         self.policy.observe(report)
-        self.ms, self.tokens = self.ms + ms, self.tokens + sum(map(len, said))
+        self.ms, self.tokens = self.ms + ms, self.tokens + sum(map(len, emitted))
         self.verified.append(sum(counted))
         self._before = plan, slots, bool(new), wanted
-        for slot, known, tokens in zip(slots, plan.known_counts, said, strict=True):
+        for slot, known, tokens in zip(slots, plan.known_counts, emitted, strict=True):
             row = self.running[slot]
             row.kv_len += known + len(tokens) - 1
             if row.kv_len >= row.end:
@@ -253,16 +253,16 @@ class Device:
         )
         return ms + CAPTURE * capturing
 
-    def _outcome(self, plan, said, sizes, wanted):
-        counts, start, accepted = list(map(len, said)), 0, []
+    def _outcome(self, plan, emitted, sizes, wanted):
+        counts, start, accepted = list(map(len, emitted)), 0, []
         for known, size, came in zip(plan.known_counts, sizes, counts, strict=True):
             accepted += range(start + known, start + known + came - 1)
             start += known + size
         longest = max(counts)
-        tokens = [[*each, *[-1] * (longest - len(each))] for each in said]
+        tokens = [[*each, *[-1] * (longest - len(each))] for each in emitted]
         return Outcome(
             np.array(counts, np.int32), np.array(tokens, np.int32), np.array(sizes, np.int32),
-            np.ones(len(said), np.bool_), accepted=np.array(accepted, np.int32),
+            np.ones(len(emitted), np.bool_), accepted=np.array(accepted, np.int32),
             drafts=self._grown(plan, wanted), features=self._features(),
         )  # fmt: skip
 
@@ -294,14 +294,14 @@ class HeadDevice(Device):
     def _prompt(self):
         return np.ones(PROMPT, np.int32)
 
-    def _said(self, slots, drafts, sizes, text):
+    def _emitted(self, slots, drafts, sizes, text):
         first, later = text
         drawn = iter(self.random.random(sum(sizes)).tolist())
-        said = []
+        emitted = []
         for size in sizes:
             lucky = map(lt, islice(drawn, size), chain([first], repeat(later)))
-            said.append([1] * (1 + [*lucky, False].index(False)))
-        return said
+            emitted.append([1] * (1 + [*lucky, False].index(False)))
+        return emitted
 
     def _trees(self, plan, drafts):
         return batch(plan.known, drafts)
@@ -353,21 +353,21 @@ class TextDevice(Device):
         motif = self.random.integers(0, 256, 12)
         return np.tile(motif, PROMPT // 12).astype(np.int32)
 
-    def _said(self, slots, drafts, sizes, text):
+    def _emitted(self, slots, drafts, sizes, text):
         (repeats,) = text
-        return [self._said_of(*each, repeats) for each in zip(slots, drafts, strict=True)]
+        return [self._emitted_of(*each, repeats) for each in zip(slots, drafts, strict=True)]
 
-    def _said_of(self, slot, draft, repeats):
+    def _emitted_of(self, slot, draft, repeats):
         text, luck = self.running[slot].text.tokens, self.luck
-        place, said, node = len(text), [], -1
+        place, emitted, node = len(text), [], -1
         nodes = zip(draft.parents.tolist(), draft.tokens.tolist(), strict=True)
         below = dict(zip(nodes, range(len(draft)), strict=True))
         while node is not None:
             right = next(luck) < repeats
             token = int(text[place % 12]) if right else 256 + int(256 * next(luck))
-            said.append(token)
+            emitted.append(token)
             place, node = place + 1, below.get((node, token))
-        return said
+        return emitted
 
     def _look(self, plan):
         return LOOK + ROW_LOOK * plan.rows
@@ -384,8 +384,8 @@ class PaddedDevice(TextDevice):
     def _carries(self, plan, slots, new):
         return False
 
-    def _said_of(self, slot, draft, repeats):
-        return super()._said_of(slot, draft, 0.1 if slot % 4 else repeats)
+    def _emitted_of(self, slot, draft, repeats):
+        return super()._emitted_of(slot, draft, 0.1 if slot % 4 else repeats)
 
 
 def _power(nodes):

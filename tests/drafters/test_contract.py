@@ -201,25 +201,25 @@ CUT = on("cpu", "NEXTN by depth, qwen3-next", "EAGLE")
 @pytest.mark.parametrize(("executor", "name"), params(CUT))
 def test_what_is_proposed_does_not_depend_on_how_prompts_are_cut(cells, executor, name):
     """Other positions are drafted from, but wherever both draft, they say the same bits."""
-    said = []
+    proposals = []
     for size in (40, 23):
         cell, noted = cells(executor, name, chunked_prefill_size=size), []
         shape = (2 * cell.depth, cell.depth, 2)
         cell.served(around=lambda model, to=noted: to.append(Recorded(model)) or to[0], shape=shape)
         every = noted[0].proposals
-        said.append({(text, path): scores for text, path, scores in every if -1 not in text})
-    both = said[0].keys() & said[1].keys()
+        proposals.append({(text, path): scores for text, path, scores in every if -1 not in text})
+    both = proposals[0].keys() & proposals[1].keys()
     assert len(both) > 100
-    assert all(said[0][key].tobytes() == said[1][key].tobytes() for key in both)
+    assert all(proposals[0][key].tobytes() == proposals[1][key].tobytes() for key in both)
 
 
-def errors(cell, said, reference, by_level=False, most=14):
+def errors(cell, proposals, reference, by_level=False, most=14):
     """Of `most` steps, evenly spread, over what was drafted in each: the greatest error (by_level:
     divided by the levels that it adds up over), and the least correlation. What another text has
     left in a row's pages is not known: any that goes on as the row does will do.
     """
     steps, ids = {}, cell.model().traits.target_ids
-    for text, path, log_probs in said:
+    for text, path, log_probs in proposals:
         steps.setdefault(text, {})[path] = log_probs
     return [
         min(_error(whole, paths, reference, ids, by_level) for whole in _whole(cell, text))
@@ -526,9 +526,9 @@ def test_after_a_rest_a_draft_that_is_right_is_accepted_whole(resting, executor,
 
 def plain_and_whole(prompt, tokens):
     """Steps of a text that rests, and of which every draft is right otherwise."""
-    steps = said = 1
-    while said < tokens:
-        said += 1 if rests(prompt + said - 1) else 4
+    steps = emitted = 1
+    while emitted < tokens:
+        emitted += 1 if rests(prompt + emitted - 1) else 4
         steps += 1
     return steps
 
@@ -544,9 +544,9 @@ MAPPED = [(e, f"right, {method}") for e in ("cpu", "torch") for method in METHOD
 )
 def test_a_map_bounds_what_is_drafted_and_nothing_else(cells, tmp_path, executor, name):
     """FR-Spec: what is inside is accepted as without it, and nothing outside is ever drafted."""
-    said = sorted({token for tokens in cells(executor, name).plain() for token in tokens})
+    emitted = sorted({token for tokens in cells(executor, name).plain() for token in tokens})
     share = {}
-    for part, kept in (("all", said), ("half", said[::2])):
+    for part, kept in (("all", emitted), ("half", emitted[::2])):
         path = tmp_path / f"{part}.json"
         path.write_text(json.dumps(kept))
         cell, listeners = cells(executor, name, speculative_token_map=str(path)), []
@@ -753,20 +753,20 @@ def test_a_block_drafter_is_served(kinds, tmp_path, algorithm, executor):
 
 
 @pytest.mark.parametrize(
-    ("name", "width", "said"),
+    ("name", "width", "message"),
     [
         ("DFLASH, DSpark", 2, "dspark drafts outside of captured rounds.* 5 draft tokens are more"),
         ("DFLASH, DSpark", 1, None),
         ("DFLASH, DFlash2", 1, None),
     ],
 )
-def test_what_drafts_outside_of_captured_rounds_says_so(cells, caplog, name, width, said):
+def test_what_drafts_outside_of_captured_rounds_says_so(cells, caplog, name, width, message):
     cell = cells("torch", name)
     shape = {"speculative_num_draft_tokens": 4 + width, "speculative_eagle_topk": width}
     config = replace(cell.target.config, device="cuda", policy="fixed", **shape)
     lookup = NgramDrafter(1)
     drafting.model_drafter(config, cell.target.memory.limits, cell.model(), lookup, lambda _: None)
-    assert re.search(said, caplog.text) if said else not caplog.text
+    assert re.search(message, caplog.text) if message else not caplog.text
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "EAGLE+NGRAM"])

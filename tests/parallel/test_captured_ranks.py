@@ -51,21 +51,21 @@ def config(folder, **changes):
 
 
 @pytest.fixture(scope="module")
-def said():
+def messages():
     """How many messages of each kind rank 0 has sent, steps that are rounds by themselves."""
     return Counter()
 
 
 @contextmanager
-def recorded(said):
-    """Ranks that are begun here capture their rounds, rank 0 on this tape; `said` counts its
+def recorded(messages):
+    """Ranks that are begun here capture their rounds, rank 0 on this tape; `messages` counts its
     messages.
     """
     tape = Tape()
     send, kind_of = Ranks.send, executor.parallel_executor
 
     def counted(self, message):
-        said["round" if message.facts.get("size") else message.kind] += 1
+        messages["round" if message.facts.get("size") else message.kind] += 1
         send(self, message)
 
     def started(limits):
@@ -81,18 +81,18 @@ def recorded(said):
 
 
 @contextmanager
-def captured(said, settings):
+def captured(messages, settings):
     """A target of ranks whose rounds are captured, and rank 0's tape."""
-    with recorded(said) as tape:
+    with recorded(messages) as tape:
         target = open_target(settings)
         yield target, tape
         target.close()
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
-def shared(request, folder, said):
+def shared(request, folder, messages):
     """Of four ranks two share a key/value head."""
-    with captured(said, config(folder, tp_size=request.param, overlap=True)) as executor:
+    with captured(messages, config(folder, tp_size=request.param, overlap=True)) as executor:
         yield executor
 
 
@@ -130,13 +130,13 @@ def texts(target, settings, samplings, predictions=()):
     ("wishes", "algorithm", "overlap"),
     some_of(every(WISHES, ["OFF", "NGRAM"], [True, False]), values),
 )
-def test_ranks_launch_what_rank_0_does(shared, alone, said, wishes, algorithm, overlap):
+def test_ranks_launch_what_rank_0_does(shared, alone, messages, wishes, algorithm, overlap):
     (target, tape), rounds_alone = shared, wishes == "rounds"
     settings = {"speculative_algorithm": algorithm}
-    before, replays = Counter(said), tape.replays
+    before, replays = Counter(messages), tape.replays
     actual, stats = texts(target, settings | {"overlap": overlap}, WISHES[wishes])
     assert actual == alone(wishes)
-    sent = said - before
+    sent = messages - before
     # Prompts are steps; what is a round was captured before.
     assert sent["step"] and sent["round"] >= (10 if rounds_alone else 1)
     assert tape.replays - replays == sent["round"]

@@ -37,18 +37,18 @@ def known(checkpoint):
 
 @pytest.fixture
 def ranks(checkpoint):
-    """Two ranks with these limits; with `said` their rounds are captured, and begin from each
+    """Two ranks with these limits; with `messages` their rounds are captured, and begin from each
     other.
     """
     with ExitStack() as stack:
 
-        def begin(limits, said=None):
-            if said is not None:
-                stack.enter_context(recorded(said))
+        def begin(limits, messages=None):
+            if messages is not None:
+                stack.enter_context(recorded(messages))
             kind = executor.parallel_executor(limits)
             made = kind(checkpoint, limits, TorchOptions(), TensorParallel(0, 2), threads=1)
             stack.callback(made.shutdown)
-            return made if said is None else made.capture(overlap=True)
+            return made if messages is None else made.capture(overlap=True)
 
         yield begin
 
@@ -71,14 +71,14 @@ def ranks(checkpoint):
 )
 def test_any_schedule_meets_the_same_texts(ranks, known, page, drafts, rounds, seed, requests):
     """Of window pages there are too few for all sequences at once, and of pages too."""
-    said = Counter()
-    made = ranks(shaped(page=page, tokens=304), said if rounds else None)
+    messages = Counter()
+    made = ranks(shaped(page=page, tokens=304), messages if rounds else None)
     drafter = ErraticDrafter(known.following, VOCAB, seed) if drafts else None
     engine = engine_on(made, drafter, overlap=rounds)
     Schedule(engine, made, known, seed).run(requests)
     stats = engine.stats()
     assert (stats.acceptance_length > 1.05) == drafts
-    assert (said["round"] > 20) == rounds
+    assert (messages["round"] > 20) == rounds
     assert not rounds or drafts or stats.carried > 4
 
 

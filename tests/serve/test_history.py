@@ -15,7 +15,7 @@ USER = {"role": "user", "content": "Which city?"}
 NEXT = {"role": "user", "content": "And then?"}
 
 
-def said(*calls, **fields):
+def assistant(*calls, **fields):
     return {"role": "assistant", "content": None, "tool_calls": list(calls)} | fields
 
 
@@ -29,19 +29,19 @@ def called(arguments, **fields):
 
 RESULT = {"role": "tool", "tool_call_id": "a", "content": "Oslo"}
 PLAIN = [USER, {"role": "assistant", "content": "Oslo"}, NEXT]
-CALLED = [USER, said(called('{"x": 1}')), RESULT, NEXT]
-NOTHING = [USER, said(called("{}")), RESULT, NEXT]
+CALLED = [USER, assistant(called('{"x": 1}')), RESULT, NEXT]
+NOTHING = [USER, assistant(called("{}")), RESULT, NEXT]
 ARGUMENTS = "messages[1].tool_calls[0].function.arguments"
 
 CHATS = [
-    ([USER, said(called('{"x": 1}{"x": 1}')), RESULT, NEXT], CALLED, ARGUMENTS),
-    ([USER, said(called('{"x": 1} and so on')), RESULT, NEXT], CALLED, ARGUMENTS),
-    ([USER, said(called('{"x": "cut he')), RESULT, NEXT], NOTHING, ARGUMENTS),
-    ([USER, said(called("[" * 70 + "]" * 70)), RESULT, NEXT], NOTHING, ARGUMENTS),
-    ([USER, said(called('{"x": "\\ud800"}')), RESULT, NEXT], NOTHING, ARGUMENTS),
-    ([USER, said(called({"x": 1})), RESULT, NEXT], CALLED, ""),
-    ([USER, said(called('{"x": 1}'), content=[]), RESULT, NEXT], CALLED, ""),
-    ([USER, said(called('{"x": 1}', opts=3)), RESULT, NEXT], CALLED,
+    ([USER, assistant(called('{"x": 1}{"x": 1}')), RESULT, NEXT], CALLED, ARGUMENTS),
+    ([USER, assistant(called('{"x": 1} and so on')), RESULT, NEXT], CALLED, ARGUMENTS),
+    ([USER, assistant(called('{"x": "cut he')), RESULT, NEXT], NOTHING, ARGUMENTS),
+    ([USER, assistant(called("[" * 70 + "]" * 70)), RESULT, NEXT], NOTHING, ARGUMENTS),
+    ([USER, assistant(called('{"x": "\\ud800"}')), RESULT, NEXT], NOTHING, ARGUMENTS),
+    ([USER, assistant(called({"x": 1})), RESULT, NEXT], CALLED, ""),
+    ([USER, assistant(called('{"x": 1}'), content=[]), RESULT, NEXT], CALLED, ""),
+    ([USER, assistant(called('{"x": 1}', opts=3)), RESULT, NEXT], CALLED,
      "messages[1].tool_calls[0].opts"),
     ([{**USER, "id": 1}, {**PLAIN[1], "id": "m", "opts": {}}, NEXT], PLAIN,
      "messages[0].id, messages[1].id, messages[1].opts"),
@@ -53,7 +53,7 @@ CHATS = [
      PLAIN, "messages[1].refusal, messages[1].annotations"),
     ([USER, {"role": "assistant", "content": None}, NEXT],
      [USER, {"role": "assistant", "content": ""}, NEXT], ""),
-    ([USER, said(), NEXT], [USER, {"role": "assistant", "content": ""}, NEXT], ""),
+    ([USER, assistant(), NEXT], [USER, {"role": "assistant", "content": ""}, NEXT], ""),
     ([*CALLED[:2], {**RESULT, "content": [{"type": "text", "text": "Oslo"}, PNG]}], CALLED[:3],
      "messages[2].content[1]"),
     ([*CALLED[:2], {**RESULT, "id": 5}], CALLED[:3], "messages[2].id"),
@@ -113,12 +113,12 @@ OLLAMAS = [
     (
         [
             {**USER, "images": ["AA=="]},
-            said({"function": {"name": "f", "arguments": '{"x": 1}'}, "opts": 1}),
+            assistant({"function": {"name": "f", "arguments": '{"x": 1}'}, "opts": 1}),
             {"role": "tool", "content": "Rain", "images": ["AA=="]},
         ],
         [
             USER,
-            said({"function": {"name": "f", "arguments": {"x": 1}}}, content=""),
+            assistant({"function": {"name": "f", "arguments": {"x": 1}}}, content=""),
             {"role": "tool", "content": "Rain"},
         ],
         "messages[0].images, messages[1].tool_calls[0].opts, messages[2].images",
@@ -132,10 +132,10 @@ BODIES = {
     "/api/chat": {"stream": False, "options": {"num_predict": 8, "temperature": 0}},
 }
 ANSWERS = {
-    "/v1/chat/completions": lambda said: (said["choices"], said["usage"]["prompt_tokens"]),
-    "/v1/messages": lambda said: said["content"],
-    "/v1/responses": lambda said: said["output"][0]["content"],
-    "/api/chat": lambda said: said["message"],
+    "/v1/chat/completions": lambda answer: (answer["choices"], answer["usage"]["prompt_tokens"]),
+    "/v1/messages": lambda answer: answer["content"],
+    "/v1/responses": lambda answer: answer["output"][0]["content"],
+    "/api/chat": lambda answer: answer["message"],
 }
 COUNTED = {
     "/v1/chat/completions": (
@@ -221,17 +221,17 @@ def test_arguments_that_are_fine_stay_as_they_are():
 BEFORE = {"role": "user", "content": "Hi"}
 
 
-@pytest.mark.parametrize("said", ["", " \n", [], [{"type": "text", "text": ""}], [USE]])
-def test_a_last_message_without_text_is_not_continued(client, said):
+@pytest.mark.parametrize("content", ["", " \n", [], [{"type": "text", "text": ""}], [USE]])
+def test_a_last_message_without_text_is_not_continued(client, content):
     """It was refused for a field that the request did not have; Anthropic takes an empty one."""
-    body = {"messages": [BEFORE, {"role": "assistant", "content": said}], "max_tokens": 2}
+    body = {"messages": [BEFORE, {"role": "assistant", "content": content}], "max_tokens": 2}
     answer = client.post("/v1/messages", json=body)
     assert answer.status_code == 200, answer.text
-    if isinstance(said, str):
+    if isinstance(content, str):
         chat = client.post("/api/chat", json={**body, "stream": False, "max_tokens": None})
         assert chat.status_code == 200, chat.text
     counts = [
         client.post("/v1/messages/count_tokens", json={"messages": messages}).json()["input_tokens"]
         for messages in (body["messages"], [BEFORE])
     ]
-    assert counts[0] == counts[1] or (counts[0] > counts[1] and said == [USE])
+    assert counts[0] == counts[1] or (counts[0] > counts[1] and content == [USE])
