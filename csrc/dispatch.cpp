@@ -121,7 +121,7 @@ bool has_amx() {
 // Whether tiles give the bits that other products give, and take less time from some number of rows
 // on, which `tiled_from` becomes.
 bool tiles_win() {
-    for (const Format format : {kQ8, kQ4, kQ4K, kQ6K, kMX4, kQ5, kL4K, kQ3K, kQ2K}) {
+    for (const Format format : {kQ8, kQ4, kQ4K, kQ6K, kMX4, kQ5, kL4K, kQ3K, kQ2K, kL3K}) {
         for (const int rows : {5, 16, 33}) {
             const Trial trial(format, rows);
             std::vector<float> one, other;

@@ -30,7 +30,7 @@ FORERUN_INLINE void spread_sixes(const uint8_t* __restrict sixes, uint8_t* __res
     }
 }
 
-// One group's quants of Q2_K or Q3_K as 512 bytes from 0 to 3 or 7, in the order of bytes.
+// One group's twos, with or without third bits, as 512 bytes from 0 to 3 or 7, in the order of bytes.
 template <bool Thirds>
 FORERUN_INLINE void spread_twos(const uint8_t* __restrict quants, uint8_t* __restrict out) {
     constexpr uint64_t two = each_byte(3), bit = each_byte(1);
@@ -61,6 +61,21 @@ FORERUN_INLINE void spread_fives(const uint8_t* __restrict quants, uint8_t* __re
 // Bytes that `small_scales` may fill.
 template <int Format>
 constexpr int kRoom = Format == forerun::kQ2K ? 512 : forerun::has_offset(Format) ? 256 : 1;
+
+// What the halves d of a tile are multiplied by as floats.
+template <int Format>
+FORERUN_INLINE float unit_of(const uint8_t* tile) {
+    if (!forerun::has_own_table(Format)) return 1.0f;
+    float unit;
+    memcpy(&unit, tile + forerun::table_at(Format) + 16, sizeof unit);
+    return unit;
+}
+// The table in which a tile's quants are places.
+template <int Format>
+FORERUN_INLINE const int8_t* levels_of(const uint8_t* tile) {
+    if (forerun::has_own_table(Format)) return (const int8_t*)tile + forerun::table_at(Format);
+    return forerun::has_table(Format) ? forerun::table_of(Format) : nullptr;
+}
 
 // The small numbers of a tile that d and m are multiplied by, of 16 channels each: of each of 8 groups
 // the scales, or of each 16 inputs, then the offsets likewise; scales have a sign where there are no
@@ -104,6 +119,7 @@ FORERUN_INLINE int32_t first_sum_of(const Group& x, int r, int p, int plus) {
     if (Format == forerun::kQ6K) return x.excess32[r][p];
     if (Format == forerun::kQ3K) return x.excess32[r][p] / 8;   // -4 times the sum
     if (Format == forerun::kQ5) return x.excess[r] / 8;         // -16 times the sum
+    if (Format == forerun::kL3K) return x.excess32[r][p] / 32 * plus;
     return forerun::has_table(Format) ? x.excess[r] / 128 * plus : 0;
 }
 

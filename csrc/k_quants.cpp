@@ -11,15 +11,6 @@ constexpr int kInputs = 256;  // of a block of the file, and of a tile
 
 uint16_t load_half(const uint8_t* at) { return (uint16_t)(at[0] | at[1] << 8); }
 
-int file_bytes(int format) {
-    return format == kQ4K   ? 144
-           : format == kQ5K ? 176
-           : format == kQ6K ? 210
-           : format == kL4K ? 136
-           : format == kQ3K ? 110
-                            : 84;
-}
-
 // Four numbers at a time.
 constexpr uint32_t kNibble = 0x0f0f0f0f, kTwoBits = 0x03030303, kBit = 0x01010101;
 
@@ -85,21 +76,60 @@ void write_q6(const uint8_t* file, int lane, uint8_t* tile) {
     }
 }
 
-// IQ4_XS: scales of 6 bits, four in one place and two in another, 32 larger than they are.
-void write_levels(const uint8_t* file, int lane, uint8_t* tile) {
-    memcpy(tile + 2 * lane, file, 2);
-    const int high = load_half(file + 2);
-    uint8_t* quants = tile + quants_at(kL4K) + 4 * lane;
-    for (int group = 0; group < 8; group++, quants += group_bytes(kL4K)) {
-        const int scale = (file[4 + group / 2] >> group % 2 * 4 & 15) | (high >> 2 * group & 3) << 4;
-        tile[32 + 16 * group + lane] = (uint8_t)(scale - 32);
-        const uint8_t* from = file + 8 + 16 * group;
-        for (int j = 0; j < 4; j++) {  // inputs 8 j on: low nibbles for the first 16, then high ones
+// A tile's own table, and what its scales are multiplied by.
+void write_table(int format, const void* table, float unit, uint8_t* tile) {
+    memcpy(tile + table_at(format), table, 16);
+    memcpy(tile + table_at(format) + 16, &unit, sizeof unit);
+}
+
+// A block's places in a table, 128 bytes: of each group low nibbles for the first 16 numbers, then high ones.
+void write_places(int format, const uint8_t* places, int lane, uint8_t* tile) {
+    uint8_t* quants = tile + quants_at(format) + 4 * lane;
+    for (int group = 0; group < 8; group++, quants += group_bytes(format)) {
+        const uint8_t* from = places + 16 * group;
+        if (format == kL3K) {
+            uint32_t third = 0;
+            for (int p = 0; p < 2; p++) {
+                uint32_t plane = 0;
+                for (int k = 0; k < 4; k++) {
+                    const uint32_t four = load_four(from + 4 * k) >> 4 * p & kNibble;
+                    plane |= (four & kTwoBits) << 2 * k;
+                    third |= (four >> 2 & kBit) << (4 * p + k);
+                }
+                store_four(quants + 64 * p, plane);
+            }
+            store_four(quants + 128, third);
+            continue;
+        }
+        for (int j = 0; j < 4; j++) {  // inputs 8 j on
             const uint32_t low = load_four(from + 8 * (j % 2)) >> j / 2 * 4 & kNibble;
             const uint32_t next = load_four(from + 8 * (j % 2) + 4) >> j / 2 * 4 & kNibble;
             store_four(quants + 64 * j, low | next << 4);
         }
     }
+}
+
+// IQ4_XS: scales of 6 bits, four in one place and two in another, 32 larger than they are.
+void write_iq4_xs(const uint8_t* file, int lane, uint8_t* tile) {
+    memcpy(tile + 2 * lane, file, 2);
+    write_table(kL4K, kLevels, 1.0f, tile);
+    const int high = load_half(file + 2);
+    for (int group = 0; group < 8; group++) {
+        const int scale = (file[4 + group / 2] >> group % 2 * 4 & 15) | (high >> 2 * group & 3) << 4;
+        tile[32 + 16 * group + lane] = (uint8_t)(scale - 32);
+    }
+    write_places(kL4K, file + 8, lane, tile);
+}
+
+// Blocks that bring their table.
+void write_levels(int format, const uint8_t* file, int lane, uint8_t* tile) {
+    memcpy(tile + 2 * lane, file, 2);
+    float unit;
+    memcpy(&unit, file + 2, sizeof unit);
+    write_table(format, file + 6, unit, tile);
+    const int parts = 8 * group_parts(format);
+    for (int part = 0; part < parts; part++) tile[32 + 16 * part + lane] = file[22 + 16 / parts * part];
+    write_places(format, file + 38, lane, tile);
 }
 
 // Q3_K's scale of 16 inputs, 6 bits, 32 larger than it is.
@@ -150,22 +180,30 @@ int six_at(const uint8_t* sixes, int index) {
     return at[0] >> 6 | at[64] >> 6 << 2 | at[128] >> 6 << 4;
 }
 
+// What stands in a tile's own table, times what all its scales are multiplied by.
+float level_of(int format, const uint8_t* tile, int place) {
+    float unit;
+    memcpy(&unit, tile + table_at(format) + 16, sizeof unit);
+    return unit * (float)(int8_t)tile[table_at(format) + place];
+}
+
 float two_or_three_bits(int format, const uint8_t* tile, int i, int lane) {
     const uint8_t* quants = tile + quants_at(format) + i / kGroup * group_bytes(format);
     const int input = i % kGroup, place = 4 * lane + input % 4;
     const int q = quants[64 * (input / 16) + place] >> input % 16 / 4 * 2 & 3;
-    const uint8_t* scale = tile + (format == kQ3K ? 32 : 64) + i / 16 * 16 + lane;
+    const uint8_t* scale = tile + (format == kQ2K ? 64 : 32) + i / 16 * 16 + lane;
     const float d = float_from_half(load_half(tile + 2 * lane));
     if (format == kQ2K) {
         const float m = float_from_half(load_half(tile + 32 + 2 * lane));
         return d * (float)(*scale & 15) * (float)q + m * (float)(*scale >> 4);
     }
-    const int third = quants[128 + place] >> input / 4 & 1;
-    return d * (float)(int8_t)*scale * (float)((q | third << 2) - 4);
+    const int all = q | (quants[128 + place] >> input / 4 & 1) << 2;
+    const float number = format == kQ3K ? (float)(all - 4) : level_of(format, tile, all);
+    return d * (float)(int8_t)*scale * number;
 }
 
 float number_at(int format, const uint8_t* tile, int i, int lane) {
-    if (format == kQ2K || format == kQ3K) return two_or_three_bits(format, tile, i, lane);
+    if (format == kQ2K || has_thirds(format)) return two_or_three_bits(format, tile, i, lane);
     const uint8_t* quants = tile + quants_at(format) + i / kGroup * group_bytes(format);
     const int input = i % kGroup, place = place_in(format, input, lane);
     const float d = float_from_half(load_half(tile + 2 * lane));
@@ -175,7 +213,7 @@ float number_at(int format, const uint8_t* tile, int i, int lane) {
     }
     if (format == kL4K) {
         const float scale = d * (float)(int8_t)tile[32 + i / kGroup * 16 + lane];
-        return scale * (float)kLevels[quants[place] >> input % 8 / 4 * 4 & 15];
+        return scale * level_of(format, tile, quants[place] >> input % 8 / 4 * 4 & 15);
     }
     const float m = float_from_half(load_half(tile + 32 + 2 * lane));
     const int scale = six_at(tile + 64, i / kGroup * 16 + lane);
@@ -187,14 +225,17 @@ float number_at(int format, const uint8_t* tile, int i, int lane) {
 
 }  // namespace
 
-void pack_k_quants(int format, const uint8_t* rows, size_t row_bytes, int inputs, int channels,
+void pack_k_quants(Source source, const uint8_t* rows, size_t row_bytes, int inputs, int channels,
                    uint8_t* tiles) {
+    const int format = own_format(source);
+    const size_t file_bytes = source_row_bytes(source, kInputs);
     if (channels < kBlock) memset(tiles, 0, (size_t)(inputs / kInputs) * tile_bytes(format));
     for (int i = 0; i < inputs; i += kInputs, tiles += tile_bytes(format)) {
-        const uint8_t* file = rows + (size_t)(i / kInputs) * file_bytes(format);
+        const uint8_t* file = rows + (size_t)(i / kInputs) * file_bytes;
         for (int lane = 0; lane < channels; lane++, file += row_bytes) {
             if (format == kQ6K) write_q6(file, lane, tiles);
-            if (format == kL4K) write_levels(file, lane, tiles);
+            if (source == kFileIQ4_XS) write_iq4_xs(file, lane, tiles);
+            if (source == kFileLevels16 || source == kFileLevels8) write_levels(format, file, lane, tiles);
             if (format == kQ4K || format == kQ5K) write_q4_or_q5(format, file, lane, tiles);
             if (format == kQ2K || format == kQ3K) write_twos(format, file, lane, tiles);
         }

@@ -18,6 +18,7 @@ using forerun::kL4;
 using forerun::kL4K;
 using forerun::kQ2K;
 using forerun::kQ3K;
+using forerun::kL3K;
 using forerun::kQ5;
 using forerun::kQ5K;
 using forerun::kQ5M;
@@ -72,8 +73,10 @@ FORERUN_INLINE Scales<Format> scales_of(const uint8_t* tile, uint8_t* room) {
     Scales<Format> scales;
     scales.tile = tile;
     if (!forerun::is_k_quant(Format)) return scales;
+    const F8 unit = splat8(unit_of<Format>(tile));
     for (int h = 0; h < 2; h++) {
         scales.d[h] = load_half8(tile + 16 * h);
+        if (forerun::has_own_table(Format)) scales.d[h] = mul8(scales.d[h], unit);
         if (forerun::has_offset(Format)) scales.m[h] = load_half8(tile + 32 + 16 * h);
     }
     scales.small = small_scales<Format>(tile, room);
@@ -90,22 +93,30 @@ constexpr bool kAsStored =
 template <int Format>
 constexpr int kPlus = Format == kMX4 ? 12 : 0;
 
+// The quants of one group of `tile`, which lie at `quants`.
 template <int Format>
-FORERUN_INLINE void spread(const uint8_t* quants, uint8_t* bytes) {
+FORERUN_INLINE void spread(const uint8_t* tile, const uint8_t* quants, uint8_t* bytes) {
     if (forerun::has_fifths(Format)) return spread_fives(quants, bytes);
-    if (forerun::has_table(Format)) {
-        return spread_table(quants, forerun::table_of(Format), kPlus<Format>, bytes);
+    if (Format == kQ6K) {
+        spread_sixes(quants, bytes);
+        return spread_sixes(quants + 192, bytes + 256);
     }
-    if (Format == kQ3K || Format == kQ2K) return spread_twos<Format == kQ3K>(quants, bytes);
-    if (Format != kQ6K) return spread_nibbles(quants, bytes);
-    spread_sixes(quants, bytes);
-    spread_sixes(quants + 192, bytes + 256);
+    if (Format == kQ2K || forerun::has_thirds(Format)) {
+        spread_twos<forerun::has_thirds(Format)>(quants, bytes);
+    } else {
+        spread_nibbles(quants, bytes);
+    }
+    if (forerun::has_table(Format)) look_up(levels_of<Format>(tile), kPlus<Format>, bytes);
 }
 
 // The sums of part `p` of a group that is spread.
 template <int Format, int R>
 FORERUN_INLINE void dot_spread(const uint8_t* bytes, int p, const Group& x, I8 (&sum)[R][2]) {
     if constexpr (Format == kL4 || Format == kL4K) return dot_bytes<R>(bytes, x, sum);
+    if constexpr (Format == kL3K) {
+        if (p == 0) return dot_bytes<R, 0, 4>(bytes, x, sum);
+        return dot_bytes<R, 4, 8>(bytes, x, sum);
+    }
     constexpr int most = Format == kQ6K                 ? 63
                          : forerun::has_fifths(Format) ? 31
                          : Format == kMX4              ? 24
@@ -137,7 +148,7 @@ template <int Format, int R>
 FORERUN_INLINE void group_times_rows(const uint8_t* quants, const Scales<Format>& scales, int group,
                                      const Group& x, F8 (&acc)[R][2], F8 (&low)[R][2]) {
     uint8_t bytes[kAsStored<Format> ? 1 : 512];
-    if constexpr (!kAsStored<Format>) spread<Format>(quants, bytes);
+    if constexpr (!kAsStored<Format>) spread<Format>(scales.tile, quants, bytes);
 #pragma GCC unroll 2
     for (int p = 0; p < kParts<Format>; p++) {
         I8 sum[R][2];
@@ -252,7 +263,7 @@ struct Ready {
         const Scales<Format> scales = scales_of<Format>(tile, room);
         const uint8_t* quants = tile + forerun::quants_at(Format);
         for (int g = 0; g < groups; g++) {
-            spread<Format>(quants + g * forerun::group_bytes(Format), bytes[g]);
+            spread<Format>(tile, quants + g * forerun::group_bytes(Format), bytes[g]);
             for (int h = 0; h < 2; h++) {
                 for (int p = 0; p < kParts<Format>; p++) {
                     const F8 scale = scales.scale(g, p, h);
@@ -362,6 +373,7 @@ static void product(const Matrix& w, const Group* x, int rows, int first, int la
         case kQ5M: return product_as<kQ5M>(w, x, rows, first, last, out);
         case kQ3K: return product_as<kQ3K>(w, x, rows, first, last, out);
         case kQ2K: return product_as<kQ2K>(w, x, rows, first, last, out);
+        case kL3K: return product_as<kL3K>(w, x, rows, first, last, out);
         default: return product_as<kQ8>(w, x, rows, first, last, out);
     }
 }

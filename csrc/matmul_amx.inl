@@ -62,23 +62,24 @@ static void pack_rows(const Group* x, int rows, int groups, TileRows<kTileInputs
 
 // Pieces [J, last) of a group's quants, as tiles read them.
 template <int Format, int J, int Last>
-FORERUN_INLINE void spread(const uint8_t* quants, uint8_t* out) {
+FORERUN_INLINE void spread(const uint8_t* tile, const uint8_t* quants, uint8_t* out) {
     if constexpr (J < Last) {
         I16 w[kOperands<Format>];
-        load_operands<Format, J>(quants, w);
+        load_operands<Format, J>(tile, quants, w);
         for (int k = 0; k < kOperands<Format>; k++) store_bytes16(out + 64 * k, w[k]);
-        spread<Format, J + 1, Last>(quants, out + 64 * kOperands<Format>);
+        spread<Format, J + 1, Last>(tile, quants, out + 64 * kOperands<Format>);
     }
 }
 
 // The sums of half `Half` of a group, whose number is `number`. Bytes of 8 bits are read where they are.
 template <int Format, int Half>
-FORERUN_INLINE void sum_group(const uint8_t* quants, const TileRows<kTileInputs<Format>>& x, int number,
-                              uint8_t* bytes, int32_t* sums) {
+FORERUN_INLINE void sum_group(const uint8_t* tile, const uint8_t* quants,
+                              const TileRows<kTileInputs<Format>>& x, int number, uint8_t* bytes,
+                              int32_t* sums) {
     constexpr int inputs = kTileInputs<Format>;
     if (Format == kQ8) return tile_sums<true, inputs>(x.q[0], quants, sums, number % 2);
     constexpr int pieces = inputs / 4 / kOperands<Format>;
-    spread<Format, Half * pieces, Half * pieces + pieces>(quants, bytes);
+    spread<Format, Half * pieces, Half * pieces + pieces>(tile, quants, bytes);
     tile_sums<false, inputs>(x.q[0], bytes, sums, number % 2);
 }
 
@@ -103,9 +104,10 @@ static void tile_block(const Matrix& w, int block, const TileRows<kTileInputs<Fo
             for (int half = 0; half < halves; half++, x++, number++) {
                 int32_t* mine = sums[number % 2];
                 if (half == 0) {
-                    sum_group<Format, 0>(quants, *x, number, spread_out[number % 2], mine);
+                    sum_group<Format, 0>(tile, quants, *x, number, spread_out[number % 2], mine);
                 } else {
-                    sum_group<Format, halves - 1>(quants, *x, number, spread_out[number % 2], mine);
+                    sum_group<Format, halves - 1>(tile, quants, *x, number, spread_out[number % 2],
+                                                  mine);
                 }
                 const F16 d = scales.scale(k, half), m = scales.offset(k, half, d);
 #pragma GCC unroll 16
@@ -165,6 +167,7 @@ static void product_by_tiles(const Matrix& w, const Group* x, int rows, int firs
         case kQ5M: return tiled_product<kQ5M>(w, x, rows, first, last, out);
         case kQ3K: return tiled_product<kQ3K>(w, x, rows, first, last, out);
         case kQ2K: return tiled_product<kQ2K>(w, x, rows, first, last, out);
+        case kL3K: return tiled_product<kL3K>(w, x, rows, first, last, out);
         default: return tiled_product<kQ8>(w, x, rows, first, last, out);
     }
 }

@@ -13,12 +13,12 @@ constexpr int kWideRowsAtOnce = 64;  // whose activations stay in the near cache
 
 // sum[r][v] += piece J of V groups' quants times row r, exact.
 template <int Format, int R, int V, int J>
-FORERUN_INLINE void dot_piece(const uint8_t* const (&quants)[V], const Group* x, int groups,
-                              I16 (&sum)[R][V]) {
+FORERUN_INLINE void dot_piece(const uint8_t* const (&quants)[V], const Scales<Format> (&scales)[V],
+                              const Group* x, int groups, I16 (&sum)[R][V]) {
     constexpr int K = kOperands<Format>;
     I16 w[V][K];
     for (int v = 0; v < V; v++) {
-        load_operands<Format, J>(quants[v], w[v]);
+        load_operands<Format, J>(scales[v].tile, quants[v], w[v]);
         for (int k = 0; k < K; k++) FORERUN_PIN(w[v][k]);
     }
 #pragma GCC unroll 4
@@ -69,19 +69,19 @@ FORERUN_INLINE void dot_nibbles(const uint8_t* const (&quants)[V], const Group* 
 
 // All pieces of V groups, or of those with two parts one.
 template <int Format, int R, int V, int Half>
-FORERUN_INLINE void dot_pieces(const uint8_t* const (&quants)[V], const Group* x, int groups,
-                               I16 (&sum)[R][V]) {
-    dot_piece<Format, R, V, Half>(quants, x, groups, sum);
+FORERUN_INLINE void dot_pieces(const uint8_t* const (&quants)[V], const Scales<Format> (&scales)[V],
+                               const Group* x, int groups, I16 (&sum)[R][V]) {
+    dot_piece<Format, R, V, Half>(quants, scales, x, groups, sum);
     if (forerun::group_parts(Format) == 1) {
-        dot_piece<Format, R, V, 1>(quants, x, groups, sum);
-        dot_piece<Format, R, V, 2>(quants, x, groups, sum);
-        dot_piece<Format, R, V, 3>(quants, x, groups, sum);
+        dot_piece<Format, R, V, 1>(quants, scales, x, groups, sum);
+        dot_piece<Format, R, V, 2>(quants, scales, x, groups, sum);
+        dot_piece<Format, R, V, 3>(quants, scales, x, groups, sum);
     }
     if (Format == kQ8) {
-        dot_piece<Format, R, V, 4>(quants, x, groups, sum);
-        dot_piece<Format, R, V, 5>(quants, x, groups, sum);
-        dot_piece<Format, R, V, 6>(quants, x, groups, sum);
-        dot_piece<Format, R, V, 7>(quants, x, groups, sum);
+        dot_piece<Format, R, V, 4>(quants, scales, x, groups, sum);
+        dot_piece<Format, R, V, 5>(quants, scales, x, groups, sum);
+        dot_piece<Format, R, V, 6>(quants, scales, x, groups, sum);
+        dot_piece<Format, R, V, 7>(quants, scales, x, groups, sum);
     }
 }
 
@@ -100,7 +100,7 @@ FORERUN_INLINE void groups_times_rows(const uint8_t* const (&quants)[V],
     if constexpr (kNibbles<Format> && R <= kFewRows) {
         dot_nibbles<R, V>(quants, x, groups, sum);
     } else {
-        dot_pieces<Format, R, V, Half>(quants, x, groups, sum);
+        dot_pieces<Format, R, V, Half>(quants, scales, x, groups, sum);
     }
 #pragma GCC unroll 2
     for (int v = 0; v < V; v++) {
@@ -241,6 +241,7 @@ static void product(const Matrix& w, const Group* x, int rows, int first, int la
         case kQ5M: return product_as<kQ5M>(w, x, rows, first, last, out);
         case kQ3K: return product_as<kQ3K>(w, x, rows, first, last, out);
         case kQ2K: return product_as<kQ2K>(w, x, rows, first, last, out);
+        case kL3K: return product_as<kL3K>(w, x, rows, first, last, out);
         default: return product_as<kQ8>(w, x, rows, first, last, out);
     }
 }

@@ -222,6 +222,8 @@ int own_format(Source source) {
         case kFileQ5_1: return kQ5M;
         case kFileIQ4_NL: return kL4;
         case kFileIQ4_XS: return kL4K;
+        case kFileLevels16: return kL4K;
+        case kFileLevels8: return kL3K;
         case kFileQ3_K: return kQ3K;
         case kFileQ2_K: return kQ2K;
         default: return kQ8;
@@ -257,6 +259,8 @@ size_t source_row_bytes(Source source, int inputs) {
         case kFileQ5_1: return groups * 24;
         case kFileIQ4_NL: return groups * 18;
         case kFileIQ4_XS: return blocks * 136;
+        case kFileLevels16: return blocks * 166;
+        case kFileLevels8: return blocks * 166;
         case kFileQ3_K: return blocks * 110;
         case kFileQ2_K: return blocks * 84;
         case kFileF32: return (size_t)inputs * 4;
@@ -275,11 +279,11 @@ void pack(Source source, int format, const uint8_t* rows, int channels, int inpu
         const int left = channels - block * kBlock, lanes = left < kBlock ? left : kBlock;
         if (is_k_quant(format) && is_float(own_format(source))) {
             const auto made = rows_of_q4_k(source, from, lanes, inputs);
-            pack_k_quants(format, made.data(), made.size() / lanes, inputs, lanes, tile);
+            pack_k_quants(kFileQ4_K, made.data(), made.size() / lanes, inputs, lanes, tile);
             continue;
         }
         if (is_k_quant(format)) {
-            pack_k_quants(format, from, row_bytes, inputs, lanes, tile);
+            pack_k_quants(source, from, row_bytes, inputs, lanes, tile);
             continue;
         }
         if (lanes < kBlock || inputs % kGroup || format == kQ4Z) memset(tile, 0, block_bytes);

@@ -21,15 +21,17 @@
 //         256 B nibbles                         w = d * (q - z)
 //
 // K-quants share scales among 256 inputs, so that a tile is one block x eight groups, with as many
-// bytes as the file has for it:
+// bytes as the file has for it, or a few more:
 //
 //   Q4K   half d[16], half m[16], 192 B sixes s[8][16] and o[8][16], then for each of 8 groups
 //         256 B nibbles                         w = (d s) q + (m o)  (GGUF Q4_K)
 //   Q5K   the same scales, then for each group 256 B nibbles, 64 B fifth bits
 //   Q6K   half d[16], int8 s[8][2][16] (one for every 16 inputs), then for each group
 //         384 B sixes, 192 for every 16 inputs  w = (d s) (q - 32)   (GGUF Q6_K)
-//   L4K   half d[16], int8 s[8][16], then for each group
-//         256 B nibbles                         w = (d s) l[q]       (GGUF IQ4_XS)
+//   L4K   half d[16], int8 s[8][16], int8 l[16], float u, 12 B unused, then for each group
+//         256 B nibbles                         w = (u d s) l[q]     (GGUF IQ4_XS, IQ3_XXS, IQ3_S)
+//   L3K   half d[16], int8 s[8][2][16], int8 l[16], float u, 12 B unused, then for each group
+//         128 B twos, 64 B third bits           w = (u d s) l[q]     (GGUF IQ2 and IQ1)
 //   Q3K   the scales of Q6K, then for each group
 //         128 B twos, 64 B third bits           w = (d s) (q - 4)    (GGUF Q3_K)
 //   Q2K   half d[16], half m[16], 256 B nibbles s[8][2][16] (low) and o[8][2][16] (high), one of
@@ -78,6 +80,7 @@ enum Format : int32_t {
     kL4K = 14,
     kQ3K = 15,
     kQ2K = 16,
+    kL3K = 17,
 };
 
 // This header is compiled for several instruction sets. Nothing in it may be shared between
@@ -85,20 +88,23 @@ enum Format : int32_t {
 #define FORERUN_MEMBER inline __attribute__((always_inline))
 
 static constexpr bool is_k_quant(int format) {
-    return (format >= kQ4K && format <= kQ6K) || (format >= kL4K && format <= kQ2K);
+    return (format >= kQ4K && format <= kQ6K) || (format >= kL4K && format <= kL3K);
 }
 static constexpr bool is_float(int format) { return format >= kF32 && format <= kBF16; }
 // Whether a quant's fifth bit lies behind its group's nibbles.
 static constexpr bool has_fifths(int format) {
     return format == kQ5K || format == kQ5 || format == kQ5M;
 }
-// Whether nibbles are places in a table.
+// Whether quants are places in a table, and whether it lies in the tile.
+static constexpr bool has_own_table(int format) { return format == kL4K || format == kL3K; }
 static constexpr bool has_table(int format) {
-    return format == kMX4 || format == kL4 || format == kL4K;
+    return format == kMX4 || format == kL4 || has_own_table(format);
 }
+// Whether quants are two bits, and third bits apart.
+static constexpr bool has_thirds(int format) { return format == kQ3K || format == kL3K; }
 // How many parts of a group have scales of their own.
 static constexpr int group_parts(int format) {
-    return format == kQ6K || format == kQ3K || format == kQ2K ? 2 : 1;
+    return format == kQ6K || format == kQ2K || has_thirds(format) ? 2 : 1;
 }
 // Whether a tile begins with its scales.
 static constexpr bool scales_first(int format) { return is_k_quant(format) || format == kQ4Z; }
@@ -117,7 +123,7 @@ static constexpr int group_bytes(int format) {
            : is_float(format) ? 1024
            : format == kQ8    ? 512
            : format == kQ6K   ? 384
-           : format == kQ3K   ? 192
+           : has_thirds(format) ? 192
            : format == kQ2K   ? 128
            : has_fifths(format) ? 320
                               : 256;
@@ -125,12 +131,14 @@ static constexpr int group_bytes(int format) {
 static constexpr int scale_bytes(int format) {
     return is_float(format)                     ? 0
            : format == kQ6K || format == kQ3K ? 288
-           : format == kL4K                   ? 160
-           : format == kQ2K                   ? 320
+           : format == kL4K                   ? 192
+           : format == kQ2K || format == kL3K ? 320
            : is_k_quant(format)               ? 256
            : format == kQ4M || format == kQ4Z || format == kQ5M ? 64
                                               : 32;
 }
+// Where a tile's own table lies, and behind it what all its scales are multiplied by.
+static constexpr int table_at(int format) { return 32 + 128 * group_parts(format); }
 static constexpr int scales_at(int format) { return scales_first(format) ? 0 : group_bytes(format); }
 static constexpr int quants_at(int format) { return scales_first(format) ? scale_bytes(format) : 0; }
 static constexpr int tile_bytes(int format) {
@@ -191,6 +199,8 @@ enum Source : int32_t {
     kFileIQ4_XS,
     kFileQ3_K,
     kFileQ2_K,
+    kFileLevels16,  // of 256 numbers: half d, float u, int8 l[16], int8 s[16] of 16 each, 256 nibbles, the
+    kFileLevels8,   //   even numbers low; places in l, of which these use the first eight
 };
 
 // Twice the numbers of E2M1 (OCP Microscaling Formats 1.0, section 5.3.3).
@@ -222,9 +232,9 @@ void unpack_row(const Matrix& matrix, int channel, float* out);
 // one is not finite.
 void make_q4_k(const float* values, uint8_t* file);
 
-// The two for K-quants (k_quants.cpp): one block's tiles from the rows of its channels, 16 or, of the
-// last block, fewer; and back.
-void pack_k_quants(int format, const uint8_t* rows, size_t row_bytes, int inputs, int channels,
+// The two for K-quants (k_quants.cpp): one block's tiles, in the own format of `source`, from the rows of
+// its channels, 16 or, of the last block, fewer; and back.
+void pack_k_quants(Source source, const uint8_t* rows, size_t row_bytes, int inputs, int channels,
                    uint8_t* tiles);
 void unpack_k_quants(int format, const uint8_t* tiles, int inputs, int lane, float* out);
 

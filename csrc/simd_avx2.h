@@ -122,11 +122,10 @@ FORERUN_INLINE void spread_nibbles(const uint8_t* quants, uint8_t* out) {
     }
 }
 
-// The same of places in a table: the numbers there, `plus` larger.
-FORERUN_INLINE void spread_table(const uint8_t* quants, const int8_t* numbers, int plus, uint8_t* out) {
+// 512 places in a table of 16 numbers become what stands there, `plus` larger.
+FORERUN_INLINE void look_up(const int8_t* numbers, int plus, uint8_t* out) {
     const I8 twice = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)numbers));
     const I8 table = _mm256_add_epi8(twice, _mm256_set1_epi8((char)plus));
-    spread_nibbles(quants, out);
 #pragma GCC unroll 16
     for (int i = 0; i < 512; i += 32) {
         const I8 bytes = _mm256_shuffle_epi8(table, load_bytes(out + i));
@@ -164,11 +163,11 @@ FORERUN_INLINE void dot_nibbles(const uint8_t* tile, const Group& x, I8 (&sum)[R
 }
 
 // u8 x s8 wants an unsigned side: |w| times x with w's sign. Two products fit 16 bits, no more.
-template <int R>
+template <int R, int First = 0, int Last = 8>
 FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][2]) {
     const I8 ones = _mm256_set1_epi16(1);
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) {
+    for (int j = First; j < Last; j++) {
         I8 w[2], size[2];
         for (int h = 0; h < 2; h++) {
             w[h] = load_bytes(tile + 64 * j + 32 * h);
@@ -181,7 +180,7 @@ FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][
             for (int h = 0; h < 2; h++) {
                 const I8 pairs = _mm256_maddubs_epi16(size[h], _mm256_sign_epi8(q, w[h]));
                 const I8 part = _mm256_madd_epi16(pairs, ones);
-                sum[r][h] = j ? _mm256_add_epi32(sum[r][h], part) : part;
+                sum[r][h] = j > First ? _mm256_add_epi32(sum[r][h], part) : part;
                 FORERUN_PIN(sum[r][h]);
             }
         }
@@ -241,11 +240,14 @@ FORERUN_INLINE void dot_nibbles(const uint8_t* tile, const Group& x, I8 (&sum)[R
 }
 
 // It wants unsigned weights: 128 larger than they are, which the beginning takes back.
-template <int R>
+template <int R, int First = 0, int Last = 8>
 FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][2]) {
-    for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = splat_int8(x.excess[r]);
+    for (int r = 0; r < R; r++) {
+        const int32_t half = 4 * x.excess32[r][First / 4];
+        sum[r][0] = sum[r][1] = splat_int8(Last - First == 8 ? x.excess[r] : half);
+    }
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) {
+    for (int j = First; j < Last; j++) {
         for (int h = 0; h < 2; h++) {
             const I8 w = _mm256_xor_si256(load_bytes(tile + 64 * j + 32 * h),
                                           _mm256_set1_epi8((char)0x80));

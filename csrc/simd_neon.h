@@ -142,10 +142,9 @@ FORERUN_INLINE void spread_nibbles(const uint8_t* quants, uint8_t* out) {
     }
 }
 
-// The same of places in a table: the numbers there, `plus` larger.
-FORERUN_INLINE void spread_table(const uint8_t* quants, const int8_t* numbers, int plus, uint8_t* out) {
+// 512 places in a table of 16 numbers become what stands there, `plus` larger.
+FORERUN_INLINE void look_up(const int8_t* numbers, int plus, uint8_t* out) {
     const int8x16_t table = vaddq_s8(vld1q_s8(numbers), vdupq_n_s8((int8_t)plus));
-    spread_nibbles(quants, out);
     for (int i = 0; i < 512; i += 16) {
         vst1q_s8((int8_t*)out + i, vqtbl1q_s8(table, vld1q_u8(out + i)));
     }
@@ -191,10 +190,10 @@ FORERUN_INLINE void dot_small(const uint8_t* bytes, const Group& x, I8 (&sum)[R]
     }
 }
 
-template <int R>
+template <int R, int First = 0, int Last = 8>
 FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][2]) {
     for (int r = 0; r < R; r++) sum[r][0] = sum[r][1] = splat_int8(0);
-    dot_small<R, 0, 8, 127>(tile, x, sum);
+    dot_small<R, First, Last, 127>(tile, x, sum);
 }
 
 struct U8 {

@@ -142,9 +142,8 @@ static void spread_nibbles(const uint8_t* quants, uint8_t* out) {
     }
 }
 
-// The same of places in a table: the numbers there, `plus` larger.
-static void spread_table(const uint8_t* quants, const int8_t* numbers, int plus, uint8_t* out) {
-    spread_nibbles(quants, out);
+// 512 places in a table of 16 numbers become what stands there, `plus` larger.
+static void look_up(const int8_t* numbers, int plus, uint8_t* out) {
     for (int i = 0; i < 512; i++) out[i] = (uint8_t)(numbers[out[i]] + plus);
 }
 
@@ -164,13 +163,13 @@ FORERUN_INLINE void dot_nibbles(const uint8_t* tile, const Group& x, I8 (&sum)[R
     }
 }
 
-// The same for signed bytes.
-template <int R>
+// The same for signed bytes, of inputs 4 First to 4 Last alone.
+template <int R, int First = 0, int Last = 8>
 FORERUN_INLINE void dot_bytes(const uint8_t* tile, const Group& x, I8 (&sum)[R][2]) {
     for (int r = 0; r < R; r++) {
         for (int c = 0; c < forerun::kBlock; c++) {
             int32_t total = 0;
-            for (int i = 0; i < kGroup; i++) {
+            for (int i = 4 * First; i < 4 * Last; i++) {
                 total += (int8_t)tile[64 * (i / 4) + 4 * c + i % 4] * x.q[r][i];
             }
             sum[r][c / 8][c % 8] = total;

@@ -13,6 +13,7 @@ using forerun::kQ4K;
 using forerun::kQ4M;
 using forerun::kQ2K;
 using forerun::kQ3K;
+using forerun::kL3K;
 using forerun::kL4;
 using forerun::kL4K;
 using forerun::kQ5;
@@ -66,6 +67,7 @@ FORERUN_INLINE Scales<Format> scales_of(const uint8_t* tile, uint8_t* room) {
     scales.tile = tile;
     if (!forerun::is_k_quant(Format)) return scales;
     scales.d = load_half16(tile);
+    if (forerun::has_own_table(Format)) scales.d = mul16(scales.d, splat16(unit_of<Format>(tile)));
     if (forerun::has_offset(Format)) scales.m = load_half16(tile + 32);
     scales.small = small_scales<Format>(tile, room);
     return scales;
@@ -75,9 +77,11 @@ FORERUN_INLINE Scales<Format> scales_of(const uint8_t* tile, uint8_t* room) {
 template <int Format>
 constexpr int kOperands = Format == kQ8 ? 1 : forerun::group_parts(Format) == 2 ? 4 : 2;
 
-// Unsigned bytes of piece J of a group's quants: lane c of operand k has inputs 4 k to 4 k + 3.
+// Unsigned bytes of piece J of the quants of a group of `tile`: lane c of operand k has inputs 4 k to
+// 4 k + 3.
 template <int Format, int J>
-FORERUN_INLINE void load_operands(const uint8_t* quants, I16 (&w)[kOperands<Format>]) {
+FORERUN_INLINE void load_operands(const uint8_t* tile, const uint8_t* quants,
+                                  I16 (&w)[kOperands<Format>]) {
     constexpr int last = kOperands<Format> - 1;
     if (Format == kQ6K) {
         const I16 a = load_bytes16(quants + 192 * J), b = load_bytes16(quants + 192 * J + 64);
@@ -89,8 +93,8 @@ FORERUN_INLINE void load_operands(const uint8_t* quants, I16 (&w)[kOperands<Form
         return;
     }
     const I16 bytes = load_bytes16(quants + 64 * J);
-    if (Format == kQ2K || Format == kQ3K) {
-        const I16 third = load_bytes16(quants + (Format == kQ3K ? 128 : 0));
+    if (Format == kQ2K || forerun::has_thirds(Format)) {
+        const I16 third = load_bytes16(quants + (forerun::has_thirds(Format) ? 128 : 0));
         w[0] = two_bits16<0>(bytes), w[1 % (last + 1)] = two_bits16<2>(bytes);
         w[2 % (last + 1)] = two_bits16<4>(bytes), w[last] = two_bits16<6>(bytes);
         if (Format == kQ2K) return;
@@ -98,13 +102,13 @@ FORERUN_INLINE void load_operands(const uint8_t* quants, I16 (&w)[kOperands<Form
         w[1 % (last + 1)] = with_bit16<(4 * J + 1) % 8, 2>(w[1 % (last + 1)], third);
         w[2 % (last + 1)] = with_bit16<(4 * J + 2) % 8, 2>(w[2 % (last + 1)], third);
         w[last] = with_bit16<(4 * J + 3) % 8, 2>(w[last], third);
-        return;
+    } else {
+        w[0] = Format == kQ8 ? plus_128(bytes) : low_nibbles16(bytes);
+        if (Format == kQ8) return;
+        w[last] = high_nibbles16(bytes);
     }
-    w[0] = Format == kQ8 ? plus_128(bytes) : low_nibbles16(bytes);
-    if (Format == kQ8) return;
-    w[last] = high_nibbles16(bytes);
     for (int k = 0; forerun::has_table(Format) && k <= last; k++) {
-        w[k] = plus_128(found_in16(forerun::table_of(Format), w[k]));
+        w[k] = plus_128(found_in16(levels_of<Format>(tile), w[k]));
     }
     if (!forerun::has_fifths(Format)) return;
     const I16 fifth = load_bytes16(quants + 256);

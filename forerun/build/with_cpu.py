@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import replace
 
 from forerun.build.executor_entry import AnyDraft, ExecutorEntry, Progress
-from forerun.build.memory import Needs, bytes_on_disk, needs_of, window_needs
+from forerun.build.memory import Needs, needs_of, window_needs
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.drafters.ngram import NgramDrafter
 from forerun.drafts.assistant import Assistant
@@ -51,21 +51,18 @@ def _refusal(arch: Architecture) -> str | None:
 
 
 def _needs(config: EngineConfig, arch: Architecture, checkpoint: Checkpoint) -> Needs:
-    """Return the needs of weights that stay as in the file or become smaller, except for formats
-    that become 8 bits.
+    """Return the needs of weights as the compiled core packs them; if the files are not here, of as
+    many bits each as the configuration says.
     """
     from forerun.executors import cpu
 
     cpu.check_runs(arch)
     item = cpu.cache_item(checkpoint, config.dtype, config.kv_dtype)
     per_token = cpu.cache_bytes_per_token(arch.caches, item)
-    # Without files, in 16 bits.
-    there = checkpoint.path.exists()
-    weights = bytes_on_disk(checkpoint.path) if there else 2 * arch.parameters
-    if bits := cpu.bits_made(config.dtype, checkpoint if there else None):
-        weights = min(weights, arch.parameters * bits // 8)
-    if there and cpu.widens(checkpoint):
-        weights = max(weights, arch.parameters * 9 // 8)
+    if checkpoint.path.exists():
+        weights = cpu.packed_bytes(checkpoint, config.dtype)
+    else:
+        weights = arch.parameters * (cpu.bits_made(config.dtype) or 16) // 8
     scratch, stored = cpu.node_numbers(arch)
     windowed = cpu.cache_bytes_per_token(arch.windowed_caches, item)
     needs = window_needs(arch, needs_of(arch, weights, per_token), windowed)

@@ -10,13 +10,14 @@ import math
 import numpy as np
 
 from forerun.checkpoints.checkpoint import InFourBits
+from forerun.executors.cpu.levels import LEVELS, TERNARY
 from forerun.networks.layer_spec import BESIDE_NORMS, NORM_NAMES, Experts, GatedDelta
 from tests.references.gated_delta import Recurrence
 
 GROUP = 32
 FLOATS = ("F32", "F16", "BF16")
 KEPT = (*FLOATS, "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q5_0")
-KEPT += ("Q5_1", "IQ4_NL", "IQ4_XS", "Q3_K", "Q2_K")
+KEPT += ("Q5_1", "IQ4_NL", "IQ4_XS", "Q3_K", "Q2_K", *LEVELS, *TERNARY)
 """Storage whose numbers the core keeps."""
 
 

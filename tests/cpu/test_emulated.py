@@ -12,7 +12,7 @@ import pytest
 
 from forerun.executors.cpu import native
 from tests.cpu.test_build import compiler_tool
-from tests.cpu.test_products import FOUR_BITS, K_QUANTS, NUMBERS, matrix_of, multiply
+from tests.cpu.test_products import FOUR_BITS, K_QUANTS, NUMBERS, as_source, matrix_of, multiply
 from tests.shape.tree import ROOT
 
 QUANTISED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", *K_QUANTS, *FOUR_BITS)
@@ -60,6 +60,7 @@ def test_an_emulated_product_gives_the_bits_of_plain_code(random, library, name,
         pytest.skip("the other instructions of these kernels are AVX2's")
     channels, inputs = 40, 512 if kind in K_QUANTS or kind in FOUR_BITS else 96
     raw = matrix_of(random, kind, channels, inputs)
+    source = as_source(kind, raw)
     bias = random.standard_normal(channels).astype(np.float32)
     for rows in (1, 2, 3, 4, 5, 9, 12, 66):
         x = random.standard_normal((rows, inputs)) * np.exp(random.normal(0, 3, (rows, inputs)))
@@ -70,7 +71,7 @@ def test_an_emulated_product_gives_the_bits_of_plain_code(random, library, name,
             out = before.copy()
             getattr(library, f"{name}_product")(
                 NUMBERS[kind],
-                ctypes.c_void_p(raw.ctypes.data),
+                ctypes.c_void_p(source.ctypes.data),
                 channels,
                 inputs,
                 ctypes.c_void_p(x.ctypes.data),

@@ -8,6 +8,7 @@ from gguf.quants import dequantize, quantize
 from forerun.checkpoints.mapped import FourBits
 from forerun.executors.cpu import native
 from forerun.executors.cpu.few_bits import rows_of_bytes, rows_of_tiles
+from forerun.executors.cpu.levels import LEVELS, rows_of_levels
 from tests.covering import every, some_of
 from tests.cpu.reference import quantised
 
@@ -20,8 +21,10 @@ K_QUANTS = {
     "IQ4_XS": (14, 136, slice(0, 2)),
     "Q3_K": (15, 110, slice(108, 110)),
     "Q2_K": (16, 84, slice(80, 84)),
+    "IQ3_S": (17, 110, slice(0, 2)),
+    "IQ2_XS": (18, 74, slice(0, 2)),
 }
-"""Number, bytes of a block of 256, and which of them are float16 scales."""
+"""Number, bytes of a file's block of 256, and which of them are float16 scales."""
 
 
 def stored(weight, kind):
@@ -77,9 +80,15 @@ INSTRUCTION_SETS = native.KERNELS[:-1]  # Compared with plain C++.
 BECOMES = {"Q8_0": 2, "Q4_1": 1, "Q4_K": 3}
 
 
+def as_source(kind, raw):
+    """A file's rows as the core reads them."""
+    return rows_of_levels(kind, raw) if kind in LEVELS else raw
+
+
 def multiply(kernels, kind, raw, channels, x, becomes=None):
     """`becomes`: what floats are made, of BECOMES."""
     x = np.ascontiguousarray(x, np.float32)
+    raw = as_source(kind, raw)
     out = np.full((len(x), channels), np.nan, np.float32)
     library = native.load()
     source = NUMBERS[kind]

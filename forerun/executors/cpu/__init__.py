@@ -11,7 +11,12 @@ from forerun.executors.cpu.limits import check_runs, refusal
 from forerun.executors.cpu.native import available
 from forerun.executors.cpu.prediction_model import CpuPredictionModel
 from forerun.executors.cpu.states import node_numbers
-from forerun.executors.cpu.weights import bits_made, cache_bytes_per_token, cache_item, widens
+from forerun.executors.cpu.weights import (
+    bits_made,
+    cache_bytes_per_token,
+    cache_item,
+    packed_bytes,
+)
 from forerun.executors.cpu.windowed import WindowedCpuExecutor, kind_of
 
 __all__ = [
@@ -31,6 +36,6 @@ __all__ = [
     "check_runs",
     "kind_of",
     "node_numbers",
+    "packed_bytes",
     "refusal",
-    "widens",
 ]

@@ -26,7 +26,7 @@ AddressOf = Callable[[Any], int | None]
 """Token ids -> address of data that the core reads for them; None: nothing."""
 
 LIBRARY = Path(__file__).with_name("_core.so")
-ABI = 54
+ABI = 55
 """The version that `forerun_abi` of csrc/api.cpp must return; raise both together."""
 KERNELS = ("avx512-amx", "avx512-vnni-512", "avx512-vnni", "avx-vnni", "avx2", "neon", "portable")
 """All names of csrc/dispatch.cpp, best first; `kernels` returns those that run here."""

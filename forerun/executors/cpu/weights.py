@@ -1,10 +1,10 @@
 """Packs a checkpoint's tensors into the compiled core, in the formats of csrc/quant.h.
 
-The formats of _KINDS keep the file's own numbers exactly, in as many bytes; 4-bit integers in
-groups below 128 keep them in 8 bits. Other quantised formats become 8 bits in groups of 32:
-symmetric, scale = largest / 127 as a float16, rounded to nearest. If `dtype` requests it, floats
-become the same, or 4 bits (16 steps from a group's smallest number to its largest), or Q4_K by
-ggml's rule (csrc/make_q4_k.cpp).
+The formats of _KINDS keep the file's own numbers exactly, in as many bytes; so do those of
+_CONVERTED, in more bytes, and 4-bit integers in groups below 128, in 8 bits. Other quantised
+formats become 8 bits in groups of 32: symmetric, scale = largest / 127 as a float16, rounded to
+nearest. If `dtype` requests it, floats become the same, or 4 bits (16 steps from a group's smallest
+number to its largest), or Q4_K by ggml's rule (csrc/make_q4_k.cpp).
 """
 
 import ctypes
@@ -22,6 +22,7 @@ from forerun.errors import ModelError
 from forerun.executors.cpu import native
 from forerun.executors.cpu.few_bits import TILE, check_fp4, rows_of_bytes, rows_of_tiles
 from forerun.executors.cpu.latent import ABSORBED, absorbed, in_kind
+from forerun.executors.cpu.levels import LEVELS, TERNARY, rows_of_levels, rows_of_q4_0
 from forerun.executors.cpu.places import Place, layer_kind, matrices, routes, vectors
 from forerun.networks.arch import Architecture
 from forerun.networks.cache_layer import CacheLayer
@@ -47,6 +48,10 @@ _KINDS = {
     "Q2_K": (16, 256, 84),
 }
 """ggml's name -> `Source` of csrc/quant.h, elements in a block, bytes of a block."""
+_CONVERTED = {kind: (17 if len(levels) > 8 else 18, 256, 166) for kind, levels in LEVELS.items()}
+_CONVERTED |= dict.fromkeys(TERNARY, _KINDS["Q4_0"])
+"""The same of types whose blocks are converted to those of another source first (levels.py)."""
+_KINDS |= _CONVERTED
 _INT4 = "4-bit integers"
 """One scale and zero point for 128 inputs, or a multiple of that (GPTQ, AWQ)."""
 _SMALL_INT4 = "4-bit integers in groups below 128"
@@ -83,11 +88,6 @@ def _stored_kinds(checkpoint: Checkpoint) -> set[str]:
     return {_kind(checkpoint, place.name) for place in places if not routes(place)}
 
 
-def widens(checkpoint: Checkpoint) -> bool:
-    """Return whether some matrices take more bytes in the core than in their file."""
-    return bool(_stored_kinds(checkpoint) - _KINDS.keys())
-
-
 def _fits(dtype: str, inputs: int) -> bool:
     return inputs % _WHOLE_BLOCKS.get(dtype, 1) == 0
 
@@ -102,16 +102,18 @@ def _some_become_bytes(checkpoint: Checkpoint, dtype: str) -> bool:
     )
 
 
-def bits_made(dtype: str, checkpoint: Checkpoint | None) -> int | None:
+def packed_bytes(checkpoint: Checkpoint, dtype: str) -> int:
+    """Return the bytes that all tensors will take in the core, if floats become `dtype`."""
+    return Packer(checkpoint, dtype=dtype).planned_bytes()
+
+
+def bits_made(dtype: str) -> int | None:
     """Return the most bits per weight, scales included and rounded up, if floats are converted to
     `dtype`; None if they stay floats.
-
-    checkpoint  None = its files are not here
     """
     if dtype not in QUANTIZED:
         return None
-    wide = dtype in _WHOLE_BLOCKS and (not checkpoint or _some_become_bytes(checkpoint, dtype))
-    return 9 if dtype == "q8_0" or wide else 5
+    return 5 if dtype == "q4_1" else 9
 
 
 def _computes_in_floats(checkpoint: Checkpoint, dtype: str) -> bool:
@@ -303,13 +305,17 @@ class Packer:
             set_matrix(model, own, stored)
 
     def _rows(self, place: Place) -> tuple[str, AnyArray]:
-        """Return (a name of _KINDS, a matrix's rows stored in that format)."""
+        """Return (a name of _KINDS, a matrix's rows in that source's blocks)."""
         name, kind = f"{place.name}.weight", _kind(self._checkpoint, place.name)
         packed = self._checkpoint.packed(name)
         if packed is not None and kind in _KINDS:
             rows = np.ascontiguousarray(packed.rows)
             if kind == "MXFP4":
                 check_fp4(rows, name)
+            if kind in LEVELS:
+                rows = rows_of_levels(kind, rows)
+            if kind in TERNARY:
+                rows = rows_of_q4_0(kind, rows)
             return kind, rows
         if kind == _INT4 or (kind == _SMALL_INT4 and not routes(place)):
             assert isinstance(self._checkpoint, InFourBits)
