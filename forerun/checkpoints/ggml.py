@@ -5,6 +5,7 @@ imported only when numbers are converted: most models need no conversion, and it
 ms of each process.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -88,3 +89,22 @@ def floats_of(kind: str, rows: NDArray[np.uint8]) -> Floats:
     with np.errstate(all="ignore"):
         numbers: Floats = dequantize(rows, GGMLQuantizationType[kind])
     return numbers
+
+
+@cache
+def grid_of(kind: str) -> NDArray[np.int64]:
+    """Return the codebook of an IQ1, IQ2 or IQ3 type, int64[entries, 4 or 8], without signs."""
+    from gguf import quants
+
+    codes = getattr(quants, kind)
+    codes.init_grid()
+    grid: NDArray[np.int64] = codes.grid.reshape(codes.grid_shape).astype(np.int64)
+    return grid
+
+
+@cache
+def signs_by_seven() -> NDArray[np.uint8]:
+    """Return uint8[128]: the signs of eight numbers, a bit each, by those of the first seven."""
+    from gguf.quants import IQ2_XXS
+
+    return np.frombuffer(IQ2_XXS.ksigns, np.uint8)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from forerun.build.registry import EXECUTORS
 from forerun.checkpoints.folder import FolderCheckpoint
@@ -74,11 +75,16 @@ def test_it_says_what_the_weights_are(executor, folder, checkpoint):
 
 
 def test_quants_without_a_format_of_their_own_become_eight_bits(executor, random, tmp_path):
-    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
-    hf = tiny.model("llama", num_attention_heads=4, num_hidden_layers=1, **sizes)
-    source = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", "TQ2_0"))
+    hf = tiny.model("llama", num_hidden_layers=1, intermediate_size=128)
+    stored = {}
+    for name, array in tiny.weights(hf).items():
+        if array.ndim == 2:
+            raw = random.integers(0, 256, (len(array), array.shape[1] // 64, 36), np.uint8)
+            raw[..., :4] = random.integers(8, 24, raw[..., :4].shape)  # Small scales.
+            stored[name] = raw.reshape(len(array), -1), GGMLQuantizationType["NVFP4"]
+    source = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", stored=stored))
     made, tokens = executor(source), random.integers(0, tiny.VOCAB, 30)
-    dtype = "weights TQ2_0 made q8_0, activations 8 bits in groups of 32"
+    dtype = "weights NVFP4 made q8_0, activations 8 bits in groups of 32"
     assert made.describe()["dtype"] == dtype
     assert distance(logits_of(made, tokens), forward(source, tokens)) < SAME
 
