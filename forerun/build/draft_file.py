@@ -19,7 +19,7 @@ from forerun.drafts.gguf_eagle import holds_head_file, open_head_file
 from forerun.drafts.gguf_prediction import holds_layers_alone, open_layers_alone
 from forerun.drafts.prediction_folder import holds_prediction, open_prediction
 from forerun.drafts.prediction_layers import PredictionLayers
-from forerun.drafts.whole_draft import VocabularyMap, WholeDraft, equal_vocabulary
+from forerun.drafts.standalone_draft import StandaloneDraft, VocabularyMap, equal_vocabulary
 from forerun.errors import ConfigError, ModelError
 from forerun.hub.catalog import BUILT_IN, open_model
 from forerun.options.config import EngineConfig
@@ -117,7 +117,7 @@ Spelling = tuple[bool, bytes]
 
 def open_standalone(
     reference: str, revision: str | None, target: Tokenizer, vocab: int
-) -> WholeDraft:
+) -> StandaloneDraft:
     """Open the model called `reference` as a drafter for a target of V = `vocab`, with the tokens
     that both vocabularies have; fetches it if needed. Raises ModelError, also if the two share no
     token; DownloadError if it cannot be fetched.
@@ -129,7 +129,7 @@ def open_standalone(
             f"the draft model {reference} shares no token with the target, so it cannot draft for "
             "it; name a model with the same tokenizer"
         )
-    return WholeDraft(model.name, model.checkpoint, vocabulary)
+    return StandaloneDraft(model.name, model.checkpoint, vocabulary)
 
 
 def _shared_vocabulary(target: Tokenizer, vocab: int, draft: Tokenizer, own: int) -> VocabularyMap:

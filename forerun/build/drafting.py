@@ -33,7 +33,7 @@ from forerun.drafts.gguf_prediction import open_in_gguf
 from forerun.drafts.ngram_table import FILE as TABLE
 from forerun.drafts.ngram_table import NgramTable, read_ngram_table
 from forerun.drafts.prediction_layers import PredictionLayers, open_prediction_layers
-from forerun.drafts.whole_draft import WholeDraft
+from forerun.drafts.standalone_draft import StandaloneDraft
 from forerun.errors import ConfigError, MemoryPlanError, ModelError
 from forerun.hub import huggingface
 from forerun.hub.catalog import Model, shipped_draft
@@ -44,7 +44,7 @@ from forerun.interface.drafter import Drafter
 from forerun.interface.executor import ExecutorLimits
 from forerun.interface.features import RING_TOKENS
 from forerun.networks.config_json import announced_layers
-from forerun.options.algorithms import DEFAULT_STEPS, MOST_STEPS, NGRAM_STEPS, WHOLE_SHAPE
+from forerun.options.algorithms import DEFAULT_STEPS, MOST_STEPS, NGRAM_STEPS, STANDALONE_SHAPE
 from forerun.options.config import EngineConfig
 
 log = logging.getLogger("forerun.build")
@@ -237,7 +237,7 @@ def lossy_sentence(config: EngineConfig) -> str | None:
 _MEANS = {
     PredictionLayers.kind: "NEXTN",
     Assistant.kind: "FROZEN_KV_MTP",
-    WholeDraft.kind: "STANDALONE",
+    StandaloneDraft.kind: "STANDALONE",
 }
 """The algorithm for each kind of draft that has only one."""
 
@@ -263,7 +263,7 @@ def resolved_drafting(
         chosen = "OFF"
     elif head and draft is not None and draft.kind in _MEANS:
         chosen = meant(config, _MEANS[draft.kind])
-        if isinstance(draft, WholeDraft) and config.speculative_draft_model_path is None:
+        if isinstance(draft, StandaloneDraft) and config.speculative_draft_model_path is None:
             config = replace(config, speculative_draft_model_path=draft.name)
     elif chosen == AUTO:
         named = meant(config, "DFLASH" if block else "EAGLE")
@@ -276,7 +276,7 @@ def resolved_drafting(
     if bought and given == (None, None) and not block and config.speculative_eagle_topk is None:
         nodes, width, depth = DraftShape()
         if config.algorithm.kind == "whole":
-            nodes, width, depth = WHOLE_SHAPE
+            nodes, width, depth = STANDALONE_SHAPE
         if config.algorithm.lookup:  # A draft model stops where it does not pay.
             nodes = depth = NGRAM_STEPS
         if nodes:
@@ -340,7 +340,7 @@ def open_drafts(config: EngineConfig, target: Model) -> DraftParts:
     return DraftParts(head, table)
 
 
-def _standalone(config: EngineConfig, named: str, target: Model) -> WholeDraft:
+def _standalone(config: EngineConfig, named: str, target: Model) -> StandaloneDraft:
     revision, vocab = config.speculative_draft_model_revision, target.architecture.vocab
     draft = open_standalone(named, revision, target.tokenizer, vocab)
     context, needed = draft.checkpoint.architecture.context, config.context

@@ -22,7 +22,7 @@ from forerun.cache_dir import home_path
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import config_of
 from forerun.drafts.ngram_table import FILE as TABLE
-from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
+from forerun.drafts.standalone_draft import StandaloneDraft, equal_vocabulary
 from forerun.errors import ConfigError, MemoryPlanError
 from forerun.hub import huggingface
 from forerun.hub.catalog import BUILT_IN, is_here, open_model
@@ -155,14 +155,14 @@ def _draft(config: EngineConfig, target: Checkpoint) -> AnyDraft | None:
     return open_draft_file(config, folder, target)
 
 
-def _whole(config: EngineConfig, named: str, target: Checkpoint) -> WholeDraft:
+def _whole(config: EngineConfig, named: str, target: Checkpoint) -> StandaloneDraft:
     """Open a whole model that drafts as far as planning needs it, assuming that it has all of the
     target's tokens.
     """
     revision = config.speculative_draft_model_revision
     draft = described(replace(config, model=named, revision=revision, context=None))
     vocabulary = equal_vocabulary(target.architecture.vocab, draft.architecture.vocab)
-    return WholeDraft(draft.name, draft.checkpoint, vocabulary)
+    return StandaloneDraft(draft.name, draft.checkpoint, vocabulary)
 
 
 def _planned(config: EngineConfig, needs: Needs, free: int) -> tuple[MemoryPlan | None, str]:

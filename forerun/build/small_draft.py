@@ -11,7 +11,7 @@ from forerun.build.draft_file import open_standalone
 from forerun.build.drafting import AUTO, DraftParts, with_draft
 from forerun.build.executor_entry import ExecutorEntry
 from forerun.build.memory import Needs, plan_memory
-from forerun.drafts.whole_draft import WholeDraft
+from forerun.drafts.standalone_draft import StandaloneDraft
 from forerun.errors import MemoryPlanError, ModelError
 from forerun.hub.catalog import BUILT_IN, Model, is_here
 from forerun.options.config import EngineConfig
@@ -75,7 +75,7 @@ def with_small(
 
 
 def fits(
-    config: EngineConfig, draft: WholeDraft, needs: Needs, entry: ExecutorEntry, free: int
+    config: EngineConfig, draft: StandaloneDraft, needs: Needs, entry: ExecutorEntry, free: int
 ) -> bool:
     """Return whether as many tokens can be cached with the draft as without it. free: usable
     bytes.

@@ -38,7 +38,7 @@ from forerun.constrain.isolation.compile import Compiler, open_compiler
 from forerun.constrain.matcher.matcher import CompiledGrammar
 from forerun.control.step_costs import StepCosts
 from forerun.drafts.ngram_table import NgramTable
-from forerun.drafts.whole_draft import WholeDraft
+from forerun.drafts.standalone_draft import StandaloneDraft
 from forerun.errors import ConfigError, RequestError
 from forerun.executors.toy import HIDDEN as TOY_HIDDEN
 from forerun.executors.toy import ToyExecutor
@@ -192,7 +192,7 @@ def _open_model(config: EngineConfig, progress: Progress | None) -> Target:
         drafts, fault = excused(
             config, lambda: entry.draft_model(executor, model.checkpoint, draft)
         )
-        if isinstance(draft, WholeDraft) and unnamed:
+        if isinstance(draft, StandaloneDraft) and unnamed:
             fault = None  # The draft was not named, so n-grams draft without it.
     block = drafts.traits.block_size if drafts is not None else 0
     config = resolved_drafting(config, drafts is not None, fault, block, draft)

@@ -12,7 +12,7 @@ from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.drafts.ngram_table import NgramTable
 from forerun.drafts.prediction_layers import PredictionLayers
-from forerun.drafts.whole_draft import WholeDraft
+from forerun.drafts.standalone_draft import StandaloneDraft
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.drafter import TableDrafter
 from forerun.interface.executor import Executor, ExecutorLimits
@@ -98,7 +98,7 @@ def _draft_model(executor: Executor, checkpoint: Checkpoint, draft: AnyDraft) ->
             return cpu.CpuEagleModel(executor, checkpoint, draft)
         case BlockFile():
             return cpu.CpuBlockModel(executor, checkpoint, draft)
-        case WholeDraft():
+        case StandaloneDraft():
             return cpu.CpuDecoderModel(executor, draft)
         case PredictionLayers():
             return cpu.CpuPredictionModel(executor, draft)

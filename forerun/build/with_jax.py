@@ -14,7 +14,7 @@ from forerun.drafts.assistant import Assistant
 from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.drafts.prediction_layers import PredictionLayers
-from forerun.drafts.whole_draft import WholeDraft
+from forerun.drafts.standalone_draft import StandaloneDraft
 from forerun.errors import ConfigError
 from forerun.interface.draft_model import DraftModel
 from forerun.interface.executor import Executor, ExecutorLimits
@@ -95,7 +95,7 @@ def _draft_model(executor: Executor, checkpoint: Checkpoint, draft: AnyDraft) ->
             return jax.JaxEagleModel(executor, checkpoint, draft)
         case BlockFile():
             return jax.JaxBlockModel(executor, checkpoint, draft)
-        case WholeDraft():
+        case StandaloneDraft():
             return jax.JaxDecoderModel(executor, draft)
         case PredictionLayers():
             return jax.JaxPredictionModel(executor, draft)
@@ -115,7 +115,7 @@ ENTRY = ExecutorEntry(
     draft_model=_draft_model,
     within=frozenset(
         {
-            *(DraftFile.kind, BlockFile.kind, WholeDraft.kind),
+            *(DraftFile.kind, BlockFile.kind, StandaloneDraft.kind),
             *(PredictionLayers.kind, Assistant.kind),
         }
     ),

@@ -19,7 +19,7 @@ from forerun.drafts.assistant import Assistant
 from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.drafts.prediction_layers import PredictionLayers
-from forerun.drafts.whole_draft import WholeDraft
+from forerun.drafts.standalone_draft import StandaloneDraft
 from forerun.errors import ConfigError, ModelError
 from forerun.executors.windowed import WindowedPages
 from forerun.interface.draft_model import DraftModel
@@ -269,7 +269,7 @@ def _draft_model(executor: Executor, checkpoint: Checkpoint, draft: AnyDraft) ->
             model = torch.TorchEagleModel(executor.draft_target, checkpoint, draft)
         case BlockFile():
             model = torch.TorchBlockModel(executor.draft_target, checkpoint, draft)
-        case WholeDraft():
+        case StandaloneDraft():
             model = torch.TorchDecoderModel(executor.draft_target, draft)
         case PredictionLayers():
             model = torch.TorchPredictionModel(executor.draft_target, draft)
@@ -287,7 +287,7 @@ ENTRY = ExecutorEntry(
     free_memory=_free_memory,
     build=_build,
     draft_model=_draft_model,
-    within=frozenset({DraftFile.kind, BlockFile.kind, PredictionLayers.kind, WholeDraft.kind}),
+    within=frozenset({DraftFile.kind, BlockFile.kind, PredictionLayers.kind, StandaloneDraft.kind}),
     shards=True,
     keeps=True,
     prefill_chunk=_prefill_chunk,

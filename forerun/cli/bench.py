@@ -25,8 +25,8 @@ from forerun.measure.paired import Interval
 from forerun.measure.report import Level
 from forerun.measure.workload import (
     LEVELS,
+    GeneratedPrompts,
     Lengths,
-    MadePrompts,
     Prompt,
     labelled,
     read_prompts,
@@ -237,7 +237,7 @@ class Requests:
 
     def __init__(self, endpoint: Endpoint, sweep: LoadSweep, sampling: SamplingConfig) -> None:
         self._endpoint, self._sweep, self._ask = endpoint, sweep, sampling
-        self._made: MadePrompts | None = None
+        self._made: GeneratedPrompts | None = None
         self._run = secrets.token_hex(3)  # So that prompts differ between runs.
 
     async def prepare(self) -> None:
@@ -256,7 +256,7 @@ class Requests:
                     raise ConfigError(
                         f"--input-len needs a server that counts prompt tokens: {why}."
                     )
-            self._made = MadePrompts(counts)
+            self._made = GeneratedPrompts(counts)
         for side in self._sweep.sides:
             await load_level(self._endpoint, self.bodies(side, WARM_UP, "warm-up"), 1)
 

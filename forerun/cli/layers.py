@@ -17,7 +17,7 @@ from forerun.cli.yaml_file import mapping
 from forerun.errors import ConfigError
 from forerun.options.alias import FIELDS
 from forerun.options.aliases import OPTIONS
-from forerun.options.flags import MANY, Given, Option, gather, own_option, places
+from forerun.options.flags import MANY, Option, WrittenOption, gather, own_option, places
 
 PREFIX = "FORERUN_"
 LLAMA_PREFIX = "LLAMA_ARG_"
@@ -54,7 +54,7 @@ def settle(arguments: argparse.Namespace, environment: Mapping[str, str] = os.en
         arguments.model = arguments.model_word
     elif vars(arguments).get("model_word"):
         first = replace(options["model"], flag="MODEL")
-        given.insert(0, Given(first, arguments.model_word, "the first argument"))
+        given.insert(0, WrittenOption(first, arguments.model_word, "the first argument"))
     names = [one.text for one in given if one.option.takes == MANY and one.option.fields]
     if len(names) > 1 and not any("model" in one.option.fields for one in given):
         raise ConfigError(
@@ -105,7 +105,7 @@ def _read_words(arguments: argparse.Namespace, model_given: bool) -> None:
         arguments.model_word = words[0] if words else None
 
 
-def with_file(given: Sequence[Given]) -> list[Given]:
+def with_file(given: Sequence[WrittenOption]) -> list[WrittenOption]:
     """Return the options with llama.cpp's --hf-file put behind the hub id that it belongs to, as
     `org/name:file`; without a hub id it stays.
     """
@@ -122,7 +122,9 @@ def with_file(given: Sequence[Given]) -> list[Given]:
     ]
 
 
-def from_llama(environment: Mapping[str, str], options: Mapping[str, Option]) -> list[Given]:
+def from_llama(
+    environment: Mapping[str, str], options: Mapping[str, Option]
+) -> list[WrittenOption]:
     """Return the options in LLAMA_ARG_*, which configure llama.cpp's server, and the API keys of
     other servers. A name without an equivalent is logged and ignored.
     """
@@ -131,7 +133,7 @@ def from_llama(environment: Mapping[str, str], options: Mapping[str, Option]) ->
         if "port" not in options:
             continue
         if variable in _KEYS and text:
-            found.append(Given(options[_KEYS[variable]], text, variable))
+            found.append(WrittenOption(options[_KEYS[variable]], text, variable))
         if not variable.startswith(LLAMA_PREFIX) or variable == MODELS_DIR:
             continue
         name = variable.removeprefix(LLAMA_PREFIX).lower().replace("_", "-")
@@ -139,11 +141,13 @@ def from_llama(environment: Mapping[str, str], options: Mapping[str, Option]) ->
         if option is None:
             log.warning("%s changes nothing here: there is no such option.", variable)
         else:
-            found.append(Given(option, text, variable))
+            found.append(WrittenOption(option, text, variable))
     return found
 
 
-def from_environment(environment: Mapping[str, str], options: Mapping[str, Option]) -> list[Given]:
+def from_environment(
+    environment: Mapping[str, str], options: Mapping[str, Option]
+) -> list[WrittenOption]:
     """Return the values of these options in FORERUN_*; ignores those of other commands. Raises
     ConfigError for a name that no command has.
     """
@@ -153,7 +157,7 @@ def from_environment(environment: Mapping[str, str], options: Mapping[str, Optio
         if not variable.startswith(PREFIX) or name == "config":
             continue
         if name in options:
-            found.append(Given(options[name], text, variable))
+            found.append(WrittenOption(options[name], text, variable))
         elif name not in ALL_NAMES:
             close = difflib.get_close_matches(name, sorted(ALL_NAMES), n=1)
             near = close and f"; did you mean {PREFIX}{close[0].upper().replace('-', '_')}?"
@@ -161,7 +165,7 @@ def from_environment(environment: Mapping[str, str], options: Mapping[str, Optio
     return found
 
 
-def from_file(path: Path, options: Mapping[str, Option], command: str) -> list[Given]:
+def from_file(path: Path, options: Mapping[str, Option], command: str) -> list[WrittenOption]:
     """Return the values in a YAML file of names and values. Raises ConfigError naming file and
     option.
     """
@@ -170,7 +174,7 @@ def from_file(path: Path, options: Mapping[str, Option], command: str) -> list[G
 
 def entries(
     where: str, facts: Mapping[str, Any], options: Mapping[str, Option], command: str
-) -> Iterable[Given]:
+) -> Iterable[WrittenOption]:
     """Yield the options in `facts`, names and values that come from `where`. Raises ConfigError for
     a name that the command does not have or that appears twice, and for a list or a mapping given
     to an option of one value.
@@ -190,7 +194,9 @@ def entries(
                 kind = "list" if isinstance(one, list) else "mapping"
                 raise ConfigError(f"{place} takes one value, not a {kind}.")
             if one is not None:
-                yield Given(option, json.dumps(one) if isinstance(one, dict) else one, place)
+                yield WrittenOption(
+                    option, json.dumps(one) if isinstance(one, dict) else one, place
+                )
 
 
 def _repeated(option: Option) -> bool:

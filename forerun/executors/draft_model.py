@@ -12,7 +12,7 @@ from forerun.drafts.assistant import Assistant
 from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.drafts.prediction_layers import PredictionLayers
-from forerun.drafts.whole_draft import WholeDraft
+from forerun.drafts.standalone_draft import StandaloneDraft
 from forerun.errors import EngineError
 from forerun.executors.draft_checks import check_block
 from forerun.executors.pair_scores import pair_scores
@@ -44,7 +44,7 @@ def declared_head(draft: DraftFile, max_nodes: int) -> Declared:
     return traits, {"algorithm": head.algorithm, "vocab": head.vocab, "features": features}
 
 
-def declared_whole(draft: WholeDraft, max_nodes: int, runs_roots: bool = False) -> Declared:
+def declared_whole(draft: StandaloneDraft, max_nodes: int, runs_roots: bool = False) -> Declared:
     """Return the traits and facts of a whole model, which reads tokens alone. runs_roots: as of
     DraftModelTraits.
     """

@@ -93,7 +93,7 @@ class Lengths:
         return int(random.integers(max(1, round(self.ratio * longest)), longest + 1))
 
 
-class MadePrompts:
+class GeneratedPrompts:
     """Generates prompts of a given length in tokens, by the server's own count, from random words
     of the built-in prompts.
 

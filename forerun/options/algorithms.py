@@ -20,7 +20,7 @@ T=0; 1.552, 1.550, 1.522 and 1.327, 1.330, 1.296 at .8. Default model: the same 
 SmolLM2-135M for Qwen2.5 Coder 1.5B in Q4_K_M, twice six prompts, tokens a step: 1.91 and 1.78 at
 T=0, 1.37 and 1.38 at .8; with 8: 1.90, 1.72, 1.36, 1.35.)
 """
-WHOLE_SHAPE = DraftShape(nodes=8, width=2, depth=8)
+STANDALONE_SHAPE = DraftShape(nodes=8, width=2, depth=8)
 """Default shape of whole models that draft on the compiled core, where the policy uses a part of
 it. (SmolLM2-135M beside n-grams for Qwen2.5 Coder 1.5B, MT-bench, T=0 and .8, 7 draft tokens in
 every step: 2.60 and 2.54 tokens with 4 levels 2 wide, 2.49 and 2.46 with 3 levels 4 wide, 2.43 and

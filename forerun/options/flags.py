@@ -46,7 +46,7 @@ class Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class WrittenOption:
     """An option as it was written. where: its name in messages."""
 
     option: Option
@@ -72,7 +72,7 @@ def configured(kind: type[Config], arguments: argparse.Namespace) -> Config:
         ) from error
 
 
-def places(given: Iterable[Given]) -> dict[str, str]:
+def places(given: Iterable[WrittenOption]) -> dict[str, str]:
     """Return field -> where the option that set it last was written."""
     return {name: one.where for one in given for name in one.option.fields}
 
@@ -108,13 +108,13 @@ def configured_both(
     return one, other
 
 
-def gather(given: Iterable[Given]) -> dict[str, Any]:
+def gather(given: Iterable[WrittenOption]) -> dict[str, Any]:
     """Merge options that were all given in one place into values of fields, by name. The last value
     of a name wins; tuples are concatenated. Raises ConfigError that lists, one per line, all
     rejected options, and different names of one field that disagree.
     """
     values: dict[str, Any] = {}
-    sources: dict[str, Given] = {}
+    sources: dict[str, WrittenOption] = {}
     problems: list[str] = []
     for one in given:
         try:
@@ -281,4 +281,7 @@ class Note(argparse.Action):
         texts = [values] if isinstance(values, str) else values or ["true"]
         if flag.startswith("--no-") and flag != self.option.flag:
             texts = ["false"]
-        namespace.given = (*namespace.given, *(Given(self.option, text, flag) for text in texts))
+        namespace.given = (
+            *namespace.given,
+            *(WrittenOption(self.option, text, flag) for text in texts),
+        )

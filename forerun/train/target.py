@@ -14,7 +14,7 @@ from forerun.errors import ModelError
 from forerun.executors.torch.attention.attention import apart
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.elementwise import softcapped
-from forerun.executors.torch.decoder.layers import WholeLinear
+from forerun.executors.torch.decoder.layers import TrainingLinear
 from forerun.executors.torch.triton.kernels import kernels_for, parts_of
 from forerun.networks.layer_spec import AttentionSpec
 
@@ -56,8 +56,8 @@ class DenseTarget:
         there = torch.device(device)
         kernels = kernels_for(there)
         parts = parts_of(kernels)
-        self._decoder = Decoder(checkpoint, there, dtype, WholeLinear, parts)
-        assert isinstance(self._decoder.head, WholeLinear)
+        self._decoder = Decoder(checkpoint, there, dtype, TrainingLinear, parts)
+        assert isinstance(self._decoder.head, TrainingLinear)
         self.embed, self.head = self._decoder.embedding, self._decoder.head.weight
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from forerun.drafts.assistant import Assistant
 from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.drafts.prediction_layers import PredictionLayers
-from forerun.drafts.whole_draft import WholeDraft
+from forerun.drafts.standalone_draft import StandaloneDraft
 from forerun.executors.cpu import limits as cpu
 from forerun.networks.arch import FAMILIES
 from forerun.networks.config_json import INDEXED, architecture_from
@@ -33,7 +33,7 @@ IN_FOLDERS = ("mimo", "gemma3", *INDEXED)
 KINDS = {
     "a head": DraftFile.kind,
     "a block drafter": BlockFile.kind,
-    "a whole model, itself included": WholeDraft.kind,
+    "a whole model, itself included": StandaloneDraft.kind,
     "its own layers": PredictionLayers.kind,
     "its assistant (Gemma 4)": Assistant.kind,
 }

@@ -36,7 +36,7 @@ from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.prediction_layers import (
     PredictionLayers,
 )
-from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
+from forerun.drafts.standalone_draft import StandaloneDraft, equal_vocabulary
 from forerun.executors.torch.attention.kv import KvShape, PagedCache
 from forerun.executors.torch.attention.prompt_attention import flash
 from forerun.executors.torch.attention.state_nodes import StateKernels
@@ -435,7 +435,7 @@ def prediction_layer(beside, arch):
 def smaller(beside, arch):
     shape = SHAPES[SMALLER]
     vocabulary = equal_vocabulary(arch.vocab, shape.vocab)
-    draft = WholeDraft(SMALLER, RandomCheckpoint(shape), vocabulary)
+    draft = StandaloneDraft(SMALLER, RandomCheckpoint(shape), vocabulary)
     return decoder_model.TorchDecoderModel(beside, draft)
 
 

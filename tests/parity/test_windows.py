@@ -14,7 +14,7 @@ from forerun.build import calibration
 from forerun.control.policy import FixedPolicy
 from forerun.draft_shape import DraftShape
 from forerun.drafters.model_drafter import ModelDrafter
-from forerun.drafts.whole_draft import WholeDraft, equal_vocabulary
+from forerun.drafts.standalone_draft import StandaloneDraft, equal_vocabulary
 from forerun.engine import disk_pages
 from forerun.engine.thread import Engine, EngineOptions
 from forerun.errors import EngineError
@@ -371,7 +371,7 @@ def test_window_pages_that_do_not_exist(stores, kind):
 
 def beside_itself(executor, source, shape):
     """The target itself as draft model, with which rounds grow trees."""
-    draft = WholeDraft("itself", source, equal_vocabulary(VOCAB, VOCAB))
+    draft = StandaloneDraft("itself", source, equal_vocabulary(VOCAB, VOCAB))
     if isinstance(executor, JaxExecutor):
         model = JaxDecoderModel(executor, draft)
         with pytest.MonkeyPatch.context() as patch:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from forerun.drafts.whole_draft import WholeDraft
+from forerun.drafts.standalone_draft import StandaloneDraft
 from forerun.errors import EngineError
 from forerun.executors.cpu.draft_model import CpuDraftModel, CpuDraftPass
 from forerun.executors.cpu.executor import CpuExecutor
@@ -28,7 +28,7 @@ class CpuDecoderModel(CpuDraftModel):
     Raises ModelError for a model that the core cannot run, MemoryPlanError if it does not fit.
     """
 
-    def __init__(self, executor: CpuExecutor, draft: WholeDraft) -> None:
+    def __init__(self, executor: CpuExecutor, draft: StandaloneDraft) -> None:
         arch, vocabulary = draft.checkpoint.architecture, draft.vocabulary
         check_runs(arch)
         super().__init__(executor, declared_whole(draft, executor.limits.max_nodes))
@@ -40,7 +40,7 @@ class CpuDecoderModel(CpuDraftModel):
         packer.load(self._model)
         self._token_rows = TokenRows(draft.checkpoint) if arch.token_vector else None
 
-    def _open(self, draft: WholeDraft, weight_bytes: int) -> int:
+    def _open(self, draft: StandaloneDraft, weight_bytes: int) -> int:
         arch, limits = draft.checkpoint.architecture, self._executor.limits
         sizes = sizes_for(
             arch,

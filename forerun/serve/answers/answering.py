@@ -79,7 +79,7 @@ class Generated(Response):
         """
         dialect, workers = self._dialect, self._service.workers
         try:
-            async with aclosing(session.news()) as pieces:
+            async with aclosing(session.deltas()) as pieces:
                 async for news in pieces:
                     ended = session.ended
                     if news:

@@ -58,8 +58,8 @@ class Tally:
 class GenerationSession:
     """Submits a generation, passes its deltas on, and aborts it when its client disconnects.
 
-        with GenerationSession(...) as exchange:
-            async for news in exchange.news():
+        with GenerationSession(...) as session:
+            async for deltas in session.deltas():
                 ...
 
     Leaving the block aborts what still runs. When the client closes its connection, the engine gets
@@ -116,20 +116,20 @@ class GenerationSession:
         return not self._open
 
     def abort(self) -> None:
-        """Abort what still runs, for an abort route: `news` raises so that the client gets the
+        """Abort what still runs, for an abort route: `deltas` raises so that the client gets the
         reason.
         """
         self._aborting = True
         self._abort()
 
-    async def news(self) -> AsyncGenerator[list[tuple[int, Delta]]]:
+    async def deltas(self) -> AsyncGenerator[list[tuple[int, Delta]]]:
         """Yield lists of (index of the choice, delta) as they come; an empty list after a silence.
         Raises ApiError if the engine ended the request, ClientGoneError.
         """
         deadline = monotonic() + self._settings.request_seconds
         while self._open:
             left = max(deadline - monotonic(), 0.0)
-            deltas = await self._taken(min(self._settings.keep_alive_seconds, left))
+            deltas = await self._next_deltas(min(self._settings.keep_alive_seconds, left))
             if not deltas and not self.engine.alive:
                 raise unavailable("The engine has stopped.", "engine_stopped")
             watchdog = self._settings.watchdog_seconds
@@ -147,10 +147,10 @@ class GenerationSession:
 
     async def collect(self) -> list[tuple[int, Delta]]:
         """Return (index, merged delta) of all choices, in order, once they have ended. Raises what
-        `news` raises.
+        `deltas` raises.
         """
         parts: dict[int, list[Delta]] = {}
-        async with aclosing(self.news()) as pieces:
+        async with aclosing(self.deltas()) as pieces:
             async for news in pieces:
                 for index, delta in news:
                     parts.setdefault(index, []).append(delta)
@@ -164,7 +164,7 @@ class GenerationSession:
             self.engine.submit(request, self.events)
             self._open[request.id] = request.n
 
-    async def _taken(self, patience: float) -> list[Delta]:
+    async def _next_deltas(self, patience: float) -> list[Delta]:
         """Return new deltas. Raises ApiError if the engine rejected a request or has ended."""
         try:
             deltas = await self.events.take(patience)
@@ -242,7 +242,7 @@ class EventQueue:
         self._gap = gap
         self._news: list[Delta] = []
         self._merge_at = MERGE_AT
-        self._heard: dict[tuple[str, int], float] = {}
+        self._last_at: dict[tuple[str, int], float] = {}
         self._waiter: asyncio.Future[None] | None = None
         self._error: ForerunError | None = None
         self._closed = False
@@ -301,8 +301,8 @@ class EventQueue:
         now, choice = monotonic(), (delta.request, delta.index)
         self.first = self.first or now
         self.last = now
-        before = self._heard.get(choice)
-        self._heard[choice] = now
+        before = self._last_at.get(choice)
+        self._last_at[choice] = now
         if before is not None:
             self._gap(now - before)
 

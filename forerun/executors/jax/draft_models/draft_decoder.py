@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from forerun.drafts.whole_draft import WholeDraft
+from forerun.drafts.standalone_draft import StandaloneDraft
 from forerun.errors import ModelError
 from forerun.executors.draft_model import declared_whole
 from forerun.executors.jax.draft_models.level_model import JaxLevelModel
@@ -28,11 +28,11 @@ from forerun.executors.jax.network.weights import Params, load_params
 class DraftDecoder(NamedTuple):
     """A DraftNetwork on a decoder, which reads tokens alone."""
 
-    about: WholeDraft
+    about: StandaloneDraft
     decoder: JaxDecoder
 
     @classmethod
-    def of(cls, about: WholeDraft, sharding: Sharding) -> "DraftDecoder":
+    def of(cls, about: StandaloneDraft, sharding: Sharding) -> "DraftDecoder":
         """Return the network of a draft checkpoint, sharded over the target's devices if its
         dimensions are divisible, else copied to each.
         """
@@ -110,7 +110,7 @@ class JaxDecoderModel(JaxLevelModel):
     MemoryPlanError if it does not fit.
     """
 
-    def __init__(self, executor: JaxExecutor, draft: WholeDraft) -> None:
+    def __init__(self, executor: JaxExecutor, draft: StandaloneDraft) -> None:
         arch = draft.checkpoint.architecture
         if len(arch.cache_shapes) > 1 or any(spec.reads is not None for spec in arch.layer_specs):
             raise ModelError(

@@ -343,7 +343,7 @@ class Ends:
 class Decoder(Ends):
     """A target's weights, or a rank's part of them, and its forward pass over M flat nodes.
 
-    products   class of the blocks' matrix products: Linear, or WholeLinear for whole sequences
+    products   class of the blocks' matrix products: Linear, or TrainingLinear for whole sequences
     parts      the operations between the products
     keep       whether weights that are quantised in the file stay so if kernels can read them
     narrow     whether the blocks' weights are rounded to float8; embedding and head stay in `dtype`

@@ -135,7 +135,7 @@ def invariant_sizes(linears: Iterable[Product]) -> tuple[int, ...]:
     return tuple(sorted(sizes))
 
 
-class WholeLinear:
+class TrainingLinear:
     """y = x W^T + b at any number of rows in one call, for whole sequences in training. A row's
     last bits may depend on the number of rows.
     """

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the field's name for it
 from torch import Tensor
 
-from forerun.drafts.whole_draft import WholeDraft
+from forerun.drafts.standalone_draft import StandaloneDraft
 from forerun.executors.draft_model import declared_whole
 from forerun.executors.torch.decoder.decoder import Decoder
 from forerun.executors.torch.decoder.layers import Linear, padded_rows
@@ -24,7 +24,7 @@ class TorchDecoderModel(LevelModel):
     passed from one step to the next. Raises MemoryPlanError if it does not fit.
     """
 
-    def __init__(self, executor: TorchTarget, draft: WholeDraft) -> None:
+    def __init__(self, executor: TorchTarget, draft: StandaloneDraft) -> None:
         device, dtype, limits = executor.device, executor.dtype, executor.limits
         checkpoint = draft.checkpoint
         shape = kv_shape(checkpoint.architecture)

@@ -38,7 +38,7 @@ class _Written(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Kept:
+class _StoredAnswers:
     """The answers of all tenants, by tenant and id. Guarded by the lock.
 
     items  tenant and id of an item -> id of the last answer that has it
@@ -79,7 +79,7 @@ class ResponseStore:
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES, max_answers: int = MAX_ANSWERS) -> None:
-        self._kept = _Kept(max_bytes, max_answers)
+        self._kept = _StoredAnswers(max_bytes, max_answers)
         self._tenant = ""
 
     def __len__(self) -> int:

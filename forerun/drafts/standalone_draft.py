@@ -62,7 +62,7 @@ def equal_vocabulary(target: int, own: int) -> VocabularyMap:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WholeDraft:
+class StandaloneDraft:
     """An opened model that drafts for another one. kind: its name in a sentence."""
 
     kind: ClassVar[str] = "whole model"
@@ -79,7 +79,7 @@ class WholeDraft:
                 "yet; use --speculative-algorithm NGRAM, or a draft model with attention only"
             )
 
-    def limited(self, token_map: Ints) -> "WholeDraft":
+    def limited(self, token_map: Ints) -> "StandaloneDraft":
         """Return a copy that proposes only the target ids `token_map` int32[n] (FR-Spec). Raises
         ModelError if none is left.
         """
