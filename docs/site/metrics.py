@@ -30,7 +30,7 @@ shown with `_total` at the end of its name, a histogram with `_bucket`, `_sum` a
       - job_name: forerun
         static_configs: [{targets: ["127.0.0.1:8000"]}]
 
-Where the server wants a key, give Prometheus one (`authorization: {credentials: KEY}`). Families
+Where the server needs a key, give Prometheus one (`authorization: {credentials: KEY}`). Families
 that begin with `sglang:` are there with `--sglang-metrics`, for dashboards of SGLang's.
 
 | family | kind | more labels | what it counts |
