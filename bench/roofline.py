@@ -6,6 +6,8 @@ Counted over the round's own program without a GPU (tests/parity/launches.py).
 """
 
 import argparse
+import sys
+from difflib import unified_diff
 from pathlib import Path
 
 import numpy as np
@@ -161,14 +163,18 @@ def of_drafts() -> list[str]:
 
 
 def main() -> int:
-    """Write the table, or say whether it is up to date."""
+    """Write the table, or say what of it is out of date."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--table", type=Path, required=True)
-    parser.add_argument("--check", action="store_true", help="say whether the file is up to date")
+    parser.add_argument("--check", action="store_true", help="say what is out of date, and fail")
     arguments = parser.parse_args()
     text = table()
     if arguments.check:
-        return int(arguments.table.read_text() != text)
+        written = arguments.table.read_text()
+        lines = written.splitlines(), text.splitlines()
+        changes = unified_diff(*lines, str(arguments.table), "now", n=0, lineterm="")
+        sys.stdout.writelines(f"{line}\n" for line in changes)
+        return int(written != text)
     arguments.table.write_text(text)
     return 0
 
