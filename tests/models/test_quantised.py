@@ -48,6 +48,19 @@ MODELOPT = {
 }
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}
+ROUND = {
+    "quant_method": "auto-round",
+    "packing_format": "auto_round:auto_gptq",
+    "bits": 4,
+    "group_size": 16,
+    "sym": True,
+    "data_type": "int",
+    "iters": 0,
+    "model_free": True,
+    "autoround_version": "0.14.2",
+    "block_name_to_quantize": "model.layers",
+    "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}},
+}
 GROUP = {"num_bits": 4, "strategy": "group", "group_size": 16}
 
 FORMATS = {
@@ -67,6 +80,8 @@ FORMATS = {
     "gptq-channel": (GPTQ | {"group_size": -1}, lambda w: packers.gptq(w, group=0)),
     "gptq-order": (GPTQ | {"desc_act": True}, lambda w: packers.gptq(w, order=shuffled(w))),
     "awq": (AWQ, packers.awq),
+    "round": (ROUND, lambda w: without_order(packers.gptq(w))),
+    "round-awq": (ROUND | {"packing_format": "auto_round:auto_awq"}, packers.awq),
     "packed": (compressed("pack-quantized", **GROUP), packers.packed),
     "packed-8": (
         compressed("pack-quantized", num_bits=8),
@@ -90,6 +105,12 @@ FORMATS = {
         lambda w: packers.float8(w, 32, 32, "weight_scale"),
     ),
 }
+
+
+def without_order(packed):
+    """AutoRound's files have no g_idx."""
+    tensors, meant = packed
+    return {name: tensors[name] for name in tensors if name != "g_idx"}, meant
 
 
 def made(path, name, family="llama"):
@@ -129,7 +150,15 @@ def test_matrices_are_what_their_format_says(name, tmp_path):
         assert checkpoint.packed(weight) is None
 
 
-KEPT = {"gptq": 16, "gptq-v2": 16, "awq": 16, "packed": 16, "packed-zeros": 16}
+KEPT = {
+    "gptq": 16,
+    "gptq-v2": 16,
+    "awq": 16,
+    "round": 16,
+    "round-awq": 16,
+    "packed": 16,
+    "packed-zeros": 16,
+}
 """Formats of 4-bit integers whose groups are columns that stand together -> columns of one."""
 
 
@@ -371,6 +400,15 @@ REFUSED = {
     "gemv": (AWQ | {"version": "gemv"}, "gemm; gemv and marlin pack"),
     "marlin": (GPTQ | {"checkpoint_format": "marlin"}, "gptq or gptq_v2"),
     "marlin by format": (GPTQ | {"format": "marlin"}, "gptq or gptq_v2"),
+    "rounded anyhow": (
+        ROUND | {"packing_format": "auto_round"},
+        "packing_format is 'auto_round'; it",
+    ),
+    "rounded floats": (ROUND | {"data_type": "mx_fp"}, "data_type is 'mx_fp'; it must be 'int'"),
+    "mixed rounds": (
+        ROUND | {"extra_config": {"model.layers.0.mlp.up_proj": {"bits": 8, "group_size": 16}}},
+        r"extra_config\['model.layers.0.mlp.up_proj'\] is {'bits': 8}; it must be {'bits': 4",
+    ),
     "fp4 experts": (FP8 | {"expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
     "e5m2": (FP8 | {"fmt": "e5m2"}, "fmt is 'e5m2'; it must be e4m3 or"),
     "unknown": (FP8 | {"rotate": True}, "quantization_config.rotate = True"),

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from forerun.errors import ModelError
@@ -18,6 +18,7 @@ READ = (
     "awq (gemm, 4 bits)",
     "mxfp4 (gpt-oss's experts)",
     "modelopt (FP8)",
+    "auto-round (packed as gptq or awq)",
 )
 
 
@@ -62,6 +63,8 @@ def read_method(config: Mapping[str, Any]) -> tuple[Method, ...]:
         "mxfp4": _mxfp4,
         "compressed-tensors": _compressed,
         "modelopt": _modelopt,
+        "auto-round": _auto_round,
+        "intel/auto-round": _auto_round,
     }
     if name not in readers:
         raise ModelError(
@@ -87,7 +90,10 @@ _HARMLESS = re.compile(
     | quantizer | meta | model_name_or_path | model_file_base_name | lm_head | is_marlin_format
     | mse | mock_quantization | offload_to_disk | hyb_act | adapter | pack_dtype | pack_impl
     | act_group_aware | cache_block_outputs | pad_token_id
-    | autoround_version | packing_format | iters | low_gpu_mem_usage | nsamples | seqlen
+    | autoround_version | packing_format | iters | low_(gpu|cpu)_mem_usage | nsamples | seqlen
+    | lr | minmax_lr | amp | enable_(quanted_input|minmax_tuning|norm_bias_tuning) | sampler
+    | gradient_accumulate_steps | to_quant_block_names | quant_block_list | not_use_best_mse
+    | dynamic_max_gap | scale_dtype | supported_types | model_free
     # which kernels somebody used
     | backend | use_exllama | exllama_config | disable_exllama | use_cuda_fp16 | max_input_length
     | do_fuse | fuse_max_seq_len | modules_to_fuse
@@ -97,6 +103,7 @@ _HARMLESS = re.compile(
     | modules_to(_not)?_convert | ignored_layers | ignore | modules_in_block_to_quantize | dynamic
     # of activations and keys, which are not quantised here
     | activation_scheme | kv_cache_scheme | kv_cache_quant_algo
+    | act_(bits|group_size|sym|dynamic|data_type)
     """,
     re.VERBOSE,
 )
@@ -186,6 +193,28 @@ def _modelopt(keys: Keys) -> tuple[Method, ...]:
     rows = _FP8_ROWS[algorithm]
     how = "a scale per row" if rows else "one scale for a matrix"
     return (Method(f"ModelOpt, float8, {how}", "float8", 8, 0, rows),)
+
+
+def _auto_round(keys: Keys) -> tuple[Method, ...]:
+    """Return the method of AutoRound (arXiv 2309.05516), which packs as GPTQ or AWQ do."""
+    keys.require("data_type", "int")
+    bits, packing = keys.integer("bits"), keys.text("packing_format", "auto_round:auto_gptq")
+    modules = keys.get("extra_config") or {}
+    if not isinstance(modules, dict) or not all(isinstance(one, dict) for one in modules.values()):
+        raise keys.unfit("extra_config", modules, "an object of modules")
+    for name, own in modules.items():
+        same = {"bits": bits, "group_size": keys.get("group_size", 128)}
+        if own.get("bits", bits) in (16, 32):
+            continue  # Floats: the module's tensor says so too.
+        if other := {key: own[key] for key in same if own.get(key, same[key]) != same[key]}:
+            raise keys.unfit(f"extra_config[{shown(name)}]", other, f"{same}, or 16 bits")
+    if packing.endswith("gptq"):
+        method = _gptq(keys)
+    elif packing.endswith("awq"):
+        method = _awq(keys)
+    else:
+        raise keys.unfit("packing_format", packing, "auto_round:auto_gptq or auto_round:auto_awq")
+    return tuple(replace(one, title=f"AutoRound: {one.title}") for one in method)
 
 
 def _group(keys: Keys, name: str) -> int:
