@@ -21,6 +21,7 @@ from forerun.build.token_map import sized
 from forerun.cache_dir import home_path
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import config_of
+from forerun.checkpoints.quantised.method import read_method
 from forerun.drafts.ngram_table import FILE as TABLE
 from forerun.drafts.standalone_draft import StandaloneDraft, equal_vocabulary
 from forerun.errors import ConfigError, MemoryPlanError
@@ -88,6 +89,7 @@ def described(config: EngineConfig) -> Described:
     if path.is_dir() and not any(path.glob("*.safetensors")):
         name = hub.name if hub is not None else path.resolve().name
         about = config_of(path)
+        read_method(about)  # First: a file for another program has other keys too.
         arch = architecture_from(about, path).for_context(config.context)
         return Described(name, PlannedCheckpoint(arch, about), False)
     model = open_model(config.model, revision=config.revision, context=config.context)

@@ -69,10 +69,10 @@ class FolderCheckpoint:
         """
         self._folder = folder
         self.config: dict[str, Any] = config_of(folder)
+        self.methods: tuple[Method, ...] = read_method(self.config)
         self.architecture: Architecture = architecture_from(self.config, folder).for_context(
             context
         )
-        self.methods: tuple[Method, ...] = read_method(self.config)
         stored = files_by_tensor(folder, QUANTISED if self.methods else FLOATS)
         self.towers: tuple[str, ...] = _towers(stored, self.config)
         named = _as_model(text_only(stored, self.config, folder))

@@ -12,11 +12,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from forerun.build.sizing import described
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.quantised.method import read_method
 from forerun.checkpoints.quantised.numbers import widened
 from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel
 from forerun.errors import ModelError
+from forerun.options.config import EngineConfig
 from tests.covering import every, some_of, values
 from tests.models import packers, tiny
 
@@ -414,6 +416,7 @@ REFUSED = {
     "unknown": (FP8 | {"rotate": True}, "quantization_config.rotate = True"),
     "nvfp4": (compressed("nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'; of"),
     "six bits": (compressed("pack-quantized", num_bits=6), "num_bits is 6; it must be 8, or 4"),
+    "mlx": ({"bits": 4, "group_size": 64}, "made for MLX, which is not read here; these are: fp8"),
     "no object": ("fp8", "quantization_config is 'fp8', not an object"),
     "a block of one": (FP8 | {"weight_block_size": [128]}, "two sizes, rows and columns"),
     "no group size": (compressed("int-quantized", strategy="group"), "strategy is 'group'"),
@@ -429,3 +432,18 @@ def test_what_is_not_read_is_refused_with_what_to_do(what, tmp_path):
     with pytest.raises(ModelError, match=message) as refused:
         FolderCheckpoint(folder)
     assert what in ("no object", "plain") or str(refused.value).endswith("or a GGUF file of it")
+
+
+@pytest.mark.parametrize("weights", [True, False])
+@pytest.mark.parametrize("both", [True, False])
+def test_a_checkpoint_made_for_mlx_is_named_and_so_by_plan(weights, both, tmp_path):
+    """Its numbers are in `quantization`, mostly in `quantization_config` too."""
+    folder = tiny.save_folder(tiny.model("llama"), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    numbers = {"group_size": 64, "bits": 4}
+    config |= {"quantization": numbers} | ({"quantization_config": numbers} if both else {})
+    (folder / "config.json").write_text(json.dumps(config))
+    if not weights:
+        (folder / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"made for MLX.* these are: fp8 .* a GGUF file of it"):
+        described(EngineConfig(model=str(folder)))

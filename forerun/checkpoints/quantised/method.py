@@ -50,6 +50,7 @@ def read_method(config: Mapping[str, Any]) -> tuple[Method, ...]:
     naming the key that is not supported, or the supported methods.
     """
     settings = config.get("quantization_config")
+    _refuse_mlx(settings or config.get("quantization"))
     if settings is None:
         return ()
     if not isinstance(settings, dict):
@@ -77,6 +78,15 @@ def read_method(config: Mapping[str, Any]) -> tuple[Method, ...]:
     except ModelError as error:
         raise ModelError(f"{error}. Take {_OTHERWISE}") from error
     return methods
+
+
+def _refuse_mlx(settings: Any) -> None:
+    """MLX's numbers are an object with `bits` and no method, in `quantization`, mostly in both."""
+    if isinstance(settings, dict) and "bits" in settings and "quant_method" not in settings:
+        raise ModelError(
+            f"config.json: quantization is {shown(settings)}: a checkpoint made for MLX, which is "
+            f"not read here; these are: {', '.join(READ)}. Take one of these, or {_OTHERWISE}"
+        )
 
 
 _OTHERWISE = "the model's unquantised checkpoint, or a GGUF file of it"
