@@ -83,11 +83,11 @@ def test_the_start_says_what_drafts_and_why():
     assert drafting_sentence(config, off, False, "the draft has no fc.weight") == (
         "drafting: OFF (the draft has no fc.weight)"
     )
-    said = EngineConfig(model="m", speculative_algorithm="NGRAM")
-    assert drafting_sentence(said, ngram, False, None).endswith("(as requested)")
-    said = replace(said, speculative_algorithm="EAGLE3")
-    with_draft = replace(said, speculative_draft_model_path="folder")
-    sentence = drafting_sentence(said, with_draft, False, None)
+    requested = EngineConfig(model="m", speculative_algorithm="NGRAM")
+    assert drafting_sentence(requested, ngram, False, None).endswith("(as requested)")
+    requested = replace(requested, speculative_algorithm="EAGLE3")
+    with_draft = replace(requested, speculative_draft_model_path="folder")
+    sentence = drafting_sentence(requested, with_draft, False, None)
     assert "(as requested, by the draft that comes with the model; chains of 8" in sentence
     assert "SGLang's trees are --speculative-num-steps 5" in sentence
     mapped = replace(with_draft, speculative_token_map="map.json")
@@ -100,8 +100,8 @@ def test_the_start_says_what_drafts_and_why():
     for other in ({"policy": "fixed"}, {"device": "cuda"}):
         elsewhere = replace(naive, **other)
         assert "drafts always" not in drafting_sentence(elsewhere, elsewhere, False, None)
-    layers = replace(said, speculative_algorithm="NEXTN")
-    assert drafting_sentence(said, layers, False, None).endswith("by the target's own layers)")
+    layers = replace(requested, speculative_algorithm="NEXTN")
+    assert drafting_sentence(requested, layers, False, None).endswith("by the target's own layers)")
 
 
 def test_the_start_names_what_the_hub_has():

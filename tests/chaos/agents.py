@@ -76,7 +76,7 @@ class Script:
         self.piece, self.room = piece, room
 
     def play(self, engine: Engine) -> list[list[Exchange]]:
-        """Run the whole script on an engine: what was said, by round."""
+        """Run the whole script on an engine: its exchanges, by round."""
         random = np.random.default_rng(self.seed)
         systems = [self.piece(random, "system") for _ in range(2)]
         talks = [list(systems[number % 2]) for number in range(self.agents)]
@@ -84,11 +84,11 @@ class Script:
         rounds = []
         for _ in range(self.turns):
             prompts = [self._turn(random, talks, earlier, systems, n) for n in range(self.agents)]
-            said = ask(engine, prompts)
-            for number, one in enumerate(said):
+            exchanges = ask(engine, prompts)
+            for number, one in enumerate(exchanges):
                 earlier[number].append(list(talks[number]))
                 talks[number] = [*one.prompt, *one.answer]
-            rounds.append(said)
+            rounds.append(exchanges)
         return rounds
 
     def _turn(self, random, talks, earlier, systems, number) -> tuple[tuple[int, ...], dict]:
@@ -111,12 +111,12 @@ class Script:
 
 def cached(rounds: list[list[Exchange]], page_size: int = 1) -> int:
     """Prompt tokens that came from the prefix cache, those of whole pages of this size."""
-    return sum(one.cached // page_size * page_size for said in rounds for one in said)
+    return sum(one.cached // page_size * page_size for exchanges in rounds for one in exchanges)
 
 
 def conversation_tokens(rounds: list[list[Exchange]]) -> list[tuple[tuple[int, ...], ...]]:
     """Prompts and answers alone."""
-    return [(one.prompt, one.answer) for said in rounds for one in said]
+    return [(one.prompt, one.answer) for exchanges in rounds for one in exchanges]
 
 
 def ask_again(
@@ -126,7 +126,7 @@ def ask_again(
 
     Returns their number, and how many of their prompt tokens were cached.
     """
-    everything = [one for said in rounds for one in said]
+    everything = [one for exchanges in rounds for one in exchanges]
     order = np.random.default_rng(seed).permutation(len(everything))
     reused = 0
     for first in range(0, len(order), at_once):

@@ -29,7 +29,7 @@ class Script:
 
     def __init__(self):
         self.bodies, self.flying, self.most, self.headers = [], 0, 0, []
-        self.routes, self.pause, self.said = [], PAUSE, "content"
+        self.routes, self.pause, self.field = [], PAUSE, "content"
 
     async def handle(self, reader, writer):
         try:
@@ -61,8 +61,8 @@ class Script:
         silent = text.startswith("SILENT")
         for piece in ("",) if silent else ("", "one", " two three", " four"):
             await asyncio.sleep(self.pause)
-            said = {"text": piece} if "prompt" in body else {"delta": {self.said: piece}}
-            self.event(writer, {"choices": [{"index": 0} | said]})
+            choice = {"text": piece} if "prompt" in body else {"delta": {self.field: piece}}
+            self.event(writer, {"choices": [{"index": 0} | choice]})
             await writer.drain()
         self.flying -= 1
         if silent:
@@ -127,7 +127,7 @@ def test_reasoning_is_text_too():
     """Usage counts its tokens: an answer that is cut while the model thinks is no empty one."""
     for name in ("reasoning_content", "reasoning"):
         with scripted() as (script, url):
-            script.said = name
+            script.field = name
             (timing,), _ = load(url, ["hello"])
         assert timing.error is None and len(timing.arrivals) == 3 and timing.tokens == 4
 
@@ -265,8 +265,8 @@ def test_failures_are_said_and_are_exit_code_one(tmp_path, capsys, head, body, h
     with scripted() as (script, url):
 
         async def refuse(writer, _):
-            said = f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n\r\n{body}"
-            writer.write(said.encode())
+            response = f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n\r\n{body}"
+            writer.write(response.encode())
             return True
 
         script.answer = refuse

@@ -152,9 +152,9 @@ def of_mimo(folder):
     }
     layer = random_layer(tiny.model("llama"), 5)
     with_layers(hf, [layer], folder, "mimo", biases)
-    said = json.loads((folder / "config.json").read_text())
-    said |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True}
-    (folder / "config.json").write_text(json.dumps(said))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "attention_bias": True}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def answered(line, **changes):
@@ -223,7 +223,7 @@ def test_no_draft_is_named(folder, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("--ep-size 8", "ep-size is 8, but tp-size is 1"),
         ("--tp-size 8 --ep-size 8", "can be shared by 1 or 2 or 4"),
@@ -231,12 +231,12 @@ def test_no_draft_is_named(folder, monkeypatch):
     ],
 )
 def test_experts_over_devices_that_are_not_there_are_refused_in_words(
-    folder, monkeypatch, flags, said
+    folder, monkeypatch, flags, message
 ):
     """GLM-4.5's line with its flags for eight GPUs."""
     monkeypatch.chdir(folder)
     line = LINES["GLM-4.5, float8"][1].replace("--tp-size 1 --ep-size 1", flags)
-    with pytest.raises(ForerunError, match=said):
+    with pytest.raises(ForerunError, match=message):
         answered(line)
 
 

@@ -77,10 +77,10 @@ def test_a_server_answers_on_a_port_it_found_and_ends_on_sigterm(tmp_path):
             assert text == "djell"
         server.process.send_signal(signal.SIGTERM)
         assert server.ends() == 0
-        said = server.logged()
-    assert said.count("GET /v1/models") == 1, "a refusal has a line, a page view has none"
-    assert "uvicorn" not in said
-    shown = [line.split()[0] for line in said.splitlines() if line.startswith("  ")]
+        log = server.logged()
+    assert log.count("GET /v1/models") == 1, "a refusal has a line, a page view has none"
+    assert "uvicorn" not in log
+    shown = [line.split()[0] for line in log.splitlines() if line.startswith("  ")]
     assert shown == ["model", "executor", "draft", "memory", "context", "ready"]
 
 
@@ -93,9 +93,9 @@ def test_where_it_cannot_listen_is_a_sentence(capsys):
         "--port, or let --port 0 find a free one.\n"
     )
     assert main(["serve", "--model", "toy", "--host", "no.such.host.invalid"]) == 2
-    said = capsys.readouterr().err
-    assert "forerun: cannot listen on no.such.host.invalid, port 8000: " in said
-    assert "Traceback" not in said
+    stderr = capsys.readouterr().err
+    assert "forerun: cannot listen on no.such.host.invalid, port 8000: " in stderr
+    assert "Traceback" not in stderr
 
 
 def test_a_server_that_does_not_start_shows_its_log():

@@ -141,7 +141,7 @@ HONOURED = ("seed", "num_predict", "top_k", "top_p", "min_p", "temperature", "re
 
 
 def test_every_documented_option_is_taken_and_unknown_ones_are_skipped(server):
-    def said(options):
+    def answered(options):
         body = {"messages": MESSAGES, "stream": False, "options": options}
         answer = server.post("/api/chat", body)
         assert answer.status_code == 200, answer.text
@@ -151,14 +151,14 @@ def test_every_documented_option_is_taken_and_unknown_ones_are_skipped(server):
         }
 
     given = {name: DOCUMENTED[name] for name in HONOURED}
-    text, _ = said(given)
-    assert said(DOCUMENTED | {"numctx": 1, "a b\n": 2}) == (
+    text, _ = answered(given)
+    assert answered(DOCUMENTED | {"numctx": 1, "a b\n": 2}) == (
         text, DOCUMENTED.keys() - {*HONOURED} | {"numctx", "a%20b%0A"}
     )  # fmt: skip
     page = (ROOT / "docs" / "use" / "dialects.md").read_text()
     assert all(f"`{name}`" in page for name in DOCUMENTED.keys() - {*HONOURED})
     none = {"repeat_penalty": 1.0, "frequency_penalty": 0, "presence_penalty": 0}
-    assert said(given | {"repeat_last_n": 0}) == said(given | none) != said(given)
+    assert answered(given | {"repeat_last_n": 0}) == answered(given | none) != answered(given)
 
 
 def test_an_unknown_option_may_be_no_text(server):
@@ -191,10 +191,10 @@ def test_what_tools_brought_is_heard(server):
     ours = [*MESSAGES, {"role": "assistant", "tool_calls": [called]},
             {"role": "tool", "tool_name": "travel", "content": "Sunny."}]  # fmt: skip
     call = {"type": "function", "function": {"name": "travel", "arguments": json.dumps(arguments)}}
-    said = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]},
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "name": "travel", "content": "Sunny."}]  # fmt: skip
     answer = server.post("/api/chat", {"messages": ours, **body}).json()
-    assert answer["message"]["content"] == text_of(server, said, tools=[TOOL], **SAMPLED)
+    assert answer["message"]["content"] == text_of(server, messages, tools=[TOOL], **SAMPLED)
 
 
 @with_two()

@@ -105,13 +105,13 @@ def test_instructions_are_a_system_message(server, client):
 def test_a_conversation_goes_on_and_can_be_forgotten(server, client):
     first = ask(client, instructions="Be brief.")
     second = ask(client, input="And then?", previous_response_id=first.id)
-    said = [*MESSAGES, {"role": "assistant", "content": first.output_text},
+    messages = [*MESSAGES, {"role": "assistant", "content": first.output_text},
             {"role": "user", "content": "And then?"}]  # fmt: skip
-    assert second.output_text == text_of(server, said, **GREEDY)
+    assert second.output_text == text_of(server, messages, **GREEDY)
     third = ask(client, input="And now?", previous_response_id=second.id)
-    said += [{"role": "assistant", "content": second.output_text},
+    messages += [{"role": "assistant", "content": second.output_text},
              {"role": "user", "content": "And now?"}]  # fmt: skip
-    assert third.output_text == text_of(server, said, **GREEDY)
+    assert third.output_text == text_of(server, messages, **GREEDY)
     # The same without the server's memory: items in, items out.
     items = [*MESSAGES, *first.to_dict()["output"], {"role": "user", "content": "And then?"}]
     assert ask(client, input=items, store=False).output_text == second.output_text
@@ -158,9 +158,9 @@ def test_functions_are_called_and_answered(server, client, stream):
     after = ask(client, input=[brought], previous_response_id=answer.id)
     plain = {"id": call.call_id, "type": "function",
              "function": {"name": "travel", "arguments": call.arguments}}  # fmt: skip
-    said = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [plain]},
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [plain]},
             {"role": "tool", "tool_call_id": call.call_id, "content": "Sunny."}]  # fmt: skip
-    assert after.output_text == text_of(server, said, **GREEDY)
+    assert after.output_text == text_of(server, messages, **GREEDY)
     items = [*MESSAGES, *answer.to_dict()["output"], brought]
     assert ask(client, input=items).output_text == after.output_text
 
@@ -170,12 +170,12 @@ def test_reasoning_is_an_item_of_its_own(thinking):
         question = thoughtful()
         message = chat(thinking, [{"role": "user", "content": question}], **GREEDY)[0]["message"]
         answer = ask(client, input=question)
-        thought, said = answer.output
+        thought, reply = answer.output
         assert (thought.type, thought.content[0].text) == (
             "reasoning",
             message["reasoning_content"],
         )
-        assert (said.type, said.content[0].text) == ("message", message["content"])
+        assert (reply.type, reply.content[0].text) == ("message", message["content"])
         assert answer.usage.output_tokens_details.reasoning_tokens == len(thought.content[0].text)
         events = list(client.responses.create(stream=True, **options(input=question)))
         parts = [event.delta for event in events if event.type == "response.reasoning_text.delta"]

@@ -42,17 +42,17 @@ def deltas(loaded, trace, n=1, **options):
 
 def test_a_trace_tells_every_token_and_changes_none(loaded):
     (plain,), (news,) = (deltas(loaded, trace, max_tokens=300) for trace in (False, True))
-    said = [token for delta in plain for token in delta.tokens]
+    emitted = [token for delta in plain for token in delta.tokens]
     assert not any(delta.trace for delta in plain)
     steps = [step for delta in news for step in delta.trace]
-    assert [token for step in steps for token in step.tokens] == said
+    assert [token for step in steps for token in step.tokens] == emitted
     assert [step.number for step in steps] == list(range(len(steps)))
     place = 0
     for step in steps:
         assert step.position == place
         place += len(step.tokens)
     stats = news[-1].stats
-    assert stats.steps == len(steps) < len(said), "the toy repeats itself: some drafts are right"
+    assert stats.steps == len(steps) < len(emitted), "the toy repeats itself: some drafts are right"
     assert stats.accepted == sum(len(step.nodes.accepted) for step in steps)
     assert stats.draft_tokens == sum(len(step.nodes.tokens) for step in steps)
 

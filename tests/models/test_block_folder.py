@@ -331,14 +331,14 @@ def test_a_file_is_the_folder(tmp_path, name):
 
 def test_a_file_of_dflash2_is_the_folder(tmp_path):
     folder = random_block(TARGET, tmp_path / "folder", **PAIRED["DFlash2"])
-    said = {"dflash.attention.sliding_window": 7}
-    said["dflash.attention.sliding_window_pattern"] = [True, True]
-    opened = open_block_file(in_gguf(folder, tmp_path / "x.gguf", said), TARGET)
+    windows = {"dflash.attention.sliding_window": 7}
+    windows["dflash.attention.sliding_window_pattern"] = [True, True]
+    opened = open_block_file(in_gguf(folder, tmp_path / "x.gguf", windows), TARGET)
     assert opened.head == folder.head and opened.head.algorithm == "dflash2"
     for tensor in expected_block_tensors(opened.head):
         np.testing.assert_array_equal(opened.tensor(tensor), folder.tensor(tensor))
     for name, value in (("conv_kernel_size", 3), ("conv_group_size", 7), ("selector_top_k", 0)):
-        wrong = in_gguf(folder, tmp_path / "y.gguf", said | {f"dflash.{name}": value})
+        wrong = in_gguf(folder, tmp_path / "y.gguf", windows | {f"dflash.{name}": value})
         with pytest.raises(ModelError, match=name):
             open_block_file(wrong, TARGET)
 

@@ -323,21 +323,21 @@ def test_the_layers_with_states_may_be_listed(tmp_path):
         "qwen3next.nextn_predict_layers": 1,
         "qwen3next.block_count": 5,
     }
-    for said in (metadata, metadata | predicted):
-        path = tiny.write_gguf(hf, tmp_path / "x.gguf", metadata=said)
+    for keys in (metadata, metadata | predicted):
+        path = tiny.write_gguf(hf, tmp_path / "x.gguf", metadata=keys)
         specs = GgufCheckpoint(path).architecture.layer_specs
         assert [spec.recurrent is not None for spec in specs] == listed
 
 
 def test_a_granite_without_positions(tmp_path):
     hf = tiny.model("granitemoehybrid", position_embedding_type="nope")
-    said = {"granite.rope.scaling.finetuned": False}
-    logits_are_those_of(hf, GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", metadata=said)))
+    keys = {"granite.rope.scaling.finetuned": False}
+    logits_are_those_of(hf, GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", metadata=keys)))
 
 
 def test_a_rope_of_their_own_in_layers_with_windows(tmp_path):
-    hf, said = tiny.model("olmo3", **BLOCKS["olmo3"]), {"olmo2.rope.freq_base_swa": 3000.0}
-    checkpoint = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", metadata=said))
+    hf, keys = tiny.model("olmo3", **BLOCKS["olmo3"]), {"olmo2.rope.freq_base_swa": 3000.0}
+    checkpoint = GgufCheckpoint(tiny.write_gguf(hf, tmp_path / "x.gguf", metadata=keys))
     thetas = [spec.rope.theta for spec in checkpoint.architecture.layer_specs]
     assert thetas == [1e4, *[3000.0] * 3]
 

@@ -96,7 +96,7 @@ class Calls:
     """torch.cuda's names of what a lane calls, noted in order; nothing is done."""
 
     def __init__(self):
-        self.said = []
+        self.recorded = []
 
     def current_stream(self, device):
         return self._stream("current")
@@ -109,10 +109,10 @@ class Calls:
 
         class Event:
             def synchronize(self):
-                calls.said.append("synchronize")
+                calls.recorded.append("synchronize")
 
             def record(self, stream):
-                calls.said.append(f"record on {stream.name}")
+                calls.recorded.append(f"record on {stream.name}")
 
         return Event()
 
@@ -121,9 +121,9 @@ class Calls:
 
     @contextmanager
     def stream(self, stream):
-        self.said.append(f"in {stream.name}")
+        self.recorded.append(f"in {stream.name}")
         yield
-        self.said.append("out")
+        self.recorded.append("out")
 
     def _stream(self, name):
         calls = self
@@ -133,7 +133,7 @@ class Calls:
                 self.name = name
 
             def wait_stream(self, other):
-                calls.said.append(f"{self.name} waits for {other.name}")
+                calls.recorded.append(f"{self.name} waits for {other.name}")
 
         return Stream()
 
@@ -146,7 +146,7 @@ def test_what_a_lane_asks_of_cuda(monkeypatch):
     rows = torch.arange(6, dtype=torch.bfloat16).view(2, 3)
     Staging([lane]).copy([(out, rows.view(torch.uint8).numpy(), torch.bfloat16)])
     assert torch.equal(out, rows.float())
-    assert calls.said == [
+    assert calls.recorded == [
         "lane waits for current",
         "synchronize",
         "in lane",

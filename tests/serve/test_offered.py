@@ -59,8 +59,8 @@ def test_free_tools_in_a_namespace_are_called_as_what_they_are(client, tool, kin
 
 
 def test_what_the_newest_clients_say_of_tools(client):
-    said = {"async": False, "defer_loading": True, "allowed_callers": ["direct"]}
-    assert ask(client, [FUNCTION | said, PATCH | said]).status_code == 200
+    fields = {"async": False, "defer_loading": True, "allowed_callers": ["direct"]}
+    assert ask(client, [FUNCTION | fields, PATCH | fields]).status_code == 200
     for tool in (FUNCTION, PATCH):
         refused = ask(client, [{**tool, "async": True}])
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "tools[0].async"
@@ -104,10 +104,10 @@ def test_what_is_read_is_not_too_deep_to_be_shown(client, path, body, levels):
     ],
 )
 def test_fields_of_the_newest_clients(client, path, body):
-    said = {"prompt_cache_options": {"ttl": "1h"}, "moderation": None}
+    fields = {"prompt_cache_options": {"ttl": "1h"}, "moderation": None}
     if path == "/v1/responses":
-        said |= {"access_programs": {}, "image": {"moderation": "auto"}}
-    answer = client.post(path, json={**body, **said})
+        fields |= {"access_programs": {}, "image": {"moderation": "auto"}}
+    answer = client.post(path, json={**body, **fields})
     assert (
         answer.status_code == 200 and "prompt_cache_options" in answer.headers["x-forerun-ignored"]
     )
@@ -222,8 +222,8 @@ def test_a_schema_without_a_wrapper(client):
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
 
     def answer(**format):
-        said = {"type": "json_schema", **format}
-        return client.post("/v1/chat/completions", json=body | {"response_format": said})
+        response_format = {"type": "json_schema", **format}
+        return client.post("/v1/chat/completions", json=body | {"response_format": response_format})
 
     assert answer(schema=schema).json()["choices"][0]["message"]["content"] == '"x"'
     for wrong in ({}, {"schema": schema, "json_schema": {"schema": schema}}):

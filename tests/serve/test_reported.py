@@ -85,13 +85,13 @@ def plain(folder):
 
 
 def ask(client, path=PLAIN, **body):
-    base = {"prompt": PROMPTS[0]} if path == PLAIN else {"messages": [said("user", "Which?")]}
+    base = {"prompt": PROMPTS[0]} if path == PLAIN else {"messages": [message("user", "Which?")]}
     answer = client.post(path, json={**base, "max_tokens": 24, "temperature": 0, **body})
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def said(role, content):
+def message(role, content):
     return {"role": role, "content": content}
 
 
@@ -175,15 +175,15 @@ def test_one_odd_schema_keeps_no_other_tool_from_being_called(client, odd, choic
 
 def test_a_prompt_is_read_once_not_every_turn(predicting):
     """llama.cpp #21831: the whole conversation is read again in every turn."""
-    messages, last = [said("system", " ".join(WORDS[:9]))], 0
+    messages, last = [message("system", " ".join(WORDS[:9]))], 0
     for turn in range(4):
-        messages.append(said("user", f"{WORDS[turn]} {WORDS[2]}"))
+        messages.append(message("user", f"{WORDS[turn]} {WORDS[2]}"))
         answer = ask(predicting, CHAT, messages=messages, max_tokens=12, ignore_eos=True)
         usage = answer["usage"]
         reread = last - usage["prompt_tokens_details"]["cached_tokens"]
         assert reread <= 32, (turn, usage)
         last = usage["prompt_tokens"]
-        messages.append(said("assistant", answer["choices"][0]["message"]["content"]))
+        messages.append(message("assistant", answer["choices"][0]["message"]["content"]))
 
 
 STRICT = (
@@ -203,10 +203,10 @@ def test_system_messages_between_others_are_taken(path, more):
         loaded.chat.close()
         object.__setattr__(loaded, "chat", ChatTemplate(STRICT, loaded.tokenizer))
         with TestClient(create_app(loaded, ServeSettings())) as client:
-            between = [said("user", "A"), said("assistant", "B"), said("system", "LATE")]
-            messages = [said("user", "C")]
+            between = [message("user", "A"), message("assistant", "B"), message("system", "LATE")]
+            messages = [message("user", "C")]
             if path != "/v1/messages":
-                between = [said("system", "FIRST"), *between]
+                between = [message("system", "FIRST"), *between]
             body = {"messages": [*between, *messages], "stream": False, "model": "toy", **more}
             answer = client.post(path, json=body)
             assert answer.status_code == 200, answer.text

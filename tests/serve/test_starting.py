@@ -84,8 +84,8 @@ def test_an_unused_tokenizer_is_closed(monkeypatch, fails):
         async def opened(command, loading):
             raise ModelError("the engine's own words")
 
-        said = []
-        loop.set_exception_handler(lambda _, context: said.append(context))
+        errors = []
+        loop.set_exception_handler(lambda _, context: errors.append(context))
         monkeypatch.setattr(EngineProcess, "open", opened)
         monkeypatch.setattr(service, "open_text", text)
         started = Service(
@@ -97,7 +97,7 @@ def test_an_unused_tokenizer_is_closed(monkeypatch, fails):
         if not fails:
             await asyncio.wait_for(chat.closed.wait(), PATIENCE)
         await started.close()
-        return said
+        return errors
 
     assert asyncio.run(run()) == []
 
@@ -113,13 +113,13 @@ def test_what_is_here(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("reading weights", 450, 1000), "The model is still loading (reading weights, 45 %)."),
         (("waiting for another process", 0, 0), "loading (waiting for another process)."),
     ],
 )
-def test_requests_while_a_model_loads_get_its_progress(monkeypatch, words, said):
+def test_requests_while_a_model_loads_get_its_progress(monkeypatch, words, message):
     async def run():
         event = asyncio.Event()
 
@@ -142,4 +142,4 @@ def test_requests_while_a_model_loads_get_its_progress(monkeypatch, words, said)
         return raised.value
 
     error = asyncio.run(run())
-    assert error.status == 503 and said in str(error)
+    assert error.status == 503 and message in str(error)

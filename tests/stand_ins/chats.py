@@ -97,8 +97,8 @@ def _compared(one, other):
         f"{one} has {here} inhabitants, {other} has {there}. "
         f"{here} is {'more' if more else 'less'} than {there}."
     )
-    said = f"Yes, {one} is larger than {other}." if more else f"No, {other} is larger than {one}."
-    return Chat(f"Is {one} larger than {other}?", f"<think>\n{thought}\n</think>\n\n{said}")
+    answer = f"Yes, {one} is larger than {other}." if more else f"No, {other} is larger than {one}."
+    return Chat(f"Is {one} larger than {other}?", f"<think>\n{thought}\n</think>\n\n{answer}")
 
 
 def split(seed, held=32):
@@ -121,9 +121,9 @@ def tokens(chat):
     """The ids of a chat with its end, and which of them answer: int64[T], bool[T]."""
     before = f"<|im_start|>user\n{chat.question}<|im_end|>\n<|im_start|>assistant\n"
     prompt = tokenizer().encode(before).ids
-    said = tokenizer().encode(f"{chat.answer}<|im_end|>").ids
-    wanted = np.arange(len(prompt) + len(said)) >= len(prompt)
-    return np.array([*prompt, *said]), wanted
+    answer = tokenizer().encode(f"{chat.answer}<|im_end|>").ids
+    wanted = np.arange(len(prompt) + len(answer)) >= len(prompt)
+    return np.array([*prompt, *answer]), wanted
 
 
 def write_tokenizer(folder):

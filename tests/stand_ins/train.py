@@ -33,7 +33,7 @@ def batches(seed, steps):
         yield ids, wanted
 
 
-def said(head, states, ids, wanted, ahead):
+def loss_ahead(head, states, ids, wanted, ahead):
     """Mean cross-entropy of the wanted tokens `ahead` of rows [B,T,H]."""
     rows = min(states.shape[1], ids.shape[1] - ahead)
     asks, tokens = (each[:, ahead : ahead + rows] for each in (wanted, ids))
@@ -62,7 +62,7 @@ def whole_model(hf, seed, steps):
     hf.train()
     learn(
         hf.parameters(),
-        lambda ids, wanted: said(hf.lm_head, hf.model(ids).last_hidden_state, ids, wanted, 1),
+        lambda ids, wanted: loss_ahead(hf.lm_head, hf.model(ids).last_hidden_state, ids, wanted, 1),
         seed,
         steps,
     )
@@ -81,13 +81,13 @@ def with_prediction_layers(hf, count, seed, steps, naming, zeroed):
 
     def loss_of(ids, wanted):
         states = hf.model(ids).last_hidden_state
-        loss = said(hf.lm_head, states, ids, wanted, 1)
+        loss = loss_ahead(hf.lm_head, states, ids, wanted, 1)
         for depth, layer in enumerate(layers, 1):
             read = hf.model.embed_tokens(ids[:, depth:])
             if zeroed:
                 read = torch.cat([torch.zeros_like(read[:, :1]), read[:, 1:]], 1)
             states = _rows(hf, layer, states[:, :-1], read, naming == "mimo")
-            loss = loss + 0.5 * said(hf.lm_head, states, ids, wanted, depth + 1)
+            loss = loss + 0.5 * loss_ahead(hf.lm_head, states, ids, wanted, depth + 1)
         return loss
 
     hf.train()
@@ -157,7 +157,7 @@ def assistant(hf, made, seed, steps):
                 output_hidden_states=True,  # Else transformers 5.23 cuts what layers share.
             ).last_hidden_state
             state = made.post_projection(y)
-            loss = loss + said(made.lm_head, y, ids, wanted, depth + 1)
+            loss = loss + loss_ahead(made.lm_head, y, ids, wanted, depth + 1)
         return loss
 
     made.train()

@@ -475,12 +475,12 @@ def default_model():
 @pytest.mark.model
 def test_the_default_model_says_what_transformers_said(default_model):
     model, template = default_model
-    ours, said = model.tokenizer, json.loads(EXPECTED_IDS.read_text(encoding="utf-8"))
-    assert [text for text, _ in said["texts"]] == READ and len(said["chats"]) == 3
-    for text, ids in said["texts"]:
+    ours, expected = model.tokenizer, json.loads(EXPECTED_IDS.read_text(encoding="utf-8"))
+    assert [text for text, _ in expected["texts"]] == READ and len(expected["chats"]) == 3
+    for text, ids in expected["texts"]:
         assert ours.encode(text).tolist() == ids
         assert ours.decode(np.array(ids, np.int32)) == text
-    for name, ids in said["chats"]:
+    for name, ids in expected["chats"]:
         assert template.encode(CHATS[name]).tolist() == ids
     assert (ours.vocab_size, ours.eos_ids, ours.bos_id) == (49152, (2, 0), 1)
 
@@ -520,9 +520,9 @@ def test_a_string_that_only_looks_like_a_token_gains_no_space(name):
         "{% for m in messages %}<s>{{ m.content }}</s>{% endfor %}{% if false %}<think>{% endif %}"
     )
     ours = vocabulary(name)
-    said = "a<think>b c<think> d"
+    content = "a<think>b c<think> d"
     template = ChatTemplate(source, ours)
-    ids = template.encode([{"role": "user", "content": said}], add_generation_prompt=False)
+    ids = template.encode([{"role": "user", "content": content}], add_generation_prompt=False)
     template.close()
-    assert ours.decode(ids) in (said, f" {said}")
+    assert ours.decode(ids) in (content, f" {content}")
     assert ours.added["<think>"].id not in ids
