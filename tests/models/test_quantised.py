@@ -75,6 +75,10 @@ FORMATS = {
         MODELOPT | {"kv_cache_scheme": {"type": "float", "num_bits": 8}},
         lambda w: packers.float8(w, 0, 0, "weight_scale"),
     ),
+    "fbgemm": (
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": []},
+        lambda w: packers.float8(w, 1, 0, "weight_scale"),
+    ),
     "gptq": (GPTQ, packers.gptq),
     "gptq-v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, lambda w: packers.gptq(w, version="2")),
     "gptq-8": (GPTQ | {"bits": 8}, lambda w: packers.gptq(w, bits=8)),
@@ -304,6 +308,7 @@ def test_scales_of_activations_and_of_the_cache_are_left_alone(tmp_path):
     [
         (transformers.GPTQConfig(bits=4), {"quant_method": "gptq", "bits": 4}),
         (transformers.AwqConfig(bits=4), {"quant_method": "awq", "bits": 4}),
+        (transformers.FbgemmFp8Config(), {"quant_method": "fbgemm_fp8"}),
         (transformers.FineGrainedFP8Config(), FP8 | {"weight_block_size": [128, 128]}),
     ],
 )

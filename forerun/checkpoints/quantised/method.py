@@ -19,6 +19,7 @@ READ = (
     "mxfp4 (gpt-oss's experts)",
     "modelopt (FP8)",
     "auto-round (packed as gptq or awq)",
+    "fbgemm_fp8",
 )
 
 
@@ -64,6 +65,7 @@ def read_method(config: Mapping[str, Any]) -> tuple[Method, ...]:
         "mxfp4": _mxfp4,
         "compressed-tensors": _compressed,
         "modelopt": _modelopt,
+        "fbgemm_fp8": _fbgemm,
         "auto-round": _auto_round,
         "intel/auto-round": _auto_round,
     }
@@ -203,6 +205,12 @@ def _modelopt(keys: Keys) -> tuple[Method, ...]:
     rows = _FP8_ROWS[algorithm]
     how = "a scale per row" if rows else "one scale for a matrix"
     return (Method(f"ModelOpt, float8, {how}", "float8", 8, 0, rows),)
+
+
+def _fbgemm(keys: Keys) -> tuple[Method, ...]:
+    """Return the method of Meta's Llama 3.1 in float8: a scale per row."""
+    keys.get("activation_scale_ub")
+    return (Method("float8, a scale per row", "float8", 8, 0, 1),)
 
 
 def _auto_round(keys: Keys) -> tuple[Method, ...]:
