@@ -13,7 +13,7 @@ from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.drafts.prediction_layers import PredictionLayers
 from forerun.drafts.standalone_draft import StandaloneDraft
-from forerun.errors import EngineError
+from forerun.errors import EngineError, ModelError
 from forerun.executors.draft_checks import check_block
 from forerun.executors.pair_scores import pair_scores
 from forerun.interface.draft_model import (
@@ -92,7 +92,7 @@ class DraftModelBase:
 
 
 class BlockModelBase(DraftModelBase):
-    """Base class of block drafters; a subclass implements `propose`. Raises EngineError if a block
+    """Base class of block drafters; a subclass implements `propose`. Raises ModelError if a block
     is larger than a step.
 
     about  its description
@@ -102,7 +102,7 @@ class BlockModelBase(DraftModelBase):
     def __init__(self, draft: BlockFile, limits: ExecutorLimits) -> None:
         head, self._limits = draft.head, limits
         if head.places > limits.max_nodes:
-            raise EngineError(
+            raise ModelError(
                 f"a block of {head.places} does not fit into a step of {limits.max_nodes} nodes; "
                 "raise chunked-prefill-size"
             )

@@ -779,5 +779,5 @@ def test_another_method_for_a_block_drafter_says_which(kinds, algorithm):
 def test_a_block_that_does_not_fit_into_a_step_is_refused(cells, tmp_path):
     target = cells("jax", "DFLASH, both ways").target
     draft = random_block(target.executor.decoder.arch, tmp_path, places=41)
-    with pytest.raises(EngineError, match=r"does not fit into a step of 40 nodes"):
+    with pytest.raises(ModelError, match=r"does not fit into a step of 40 nodes"):
         JaxBlockModel(target.executor, FolderCheckpoint(Path(target.config.model)), draft)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forerun.checkpoints.folder import FolderCheckpoint
-from forerun.errors import EngineError, ModelError
+from forerun.errors import ModelError
 from forerun.executors import cpu
 from forerun.executors.cpu import CpuBlockModel, CpuExecutor
 from forerun.executors.torch import TorchBlockModel, TorchExecutor
@@ -218,5 +218,5 @@ def test_what_the_core_cannot_run_is_refused(target, tmp_path):
 def test_a_block_larger_than_a_step_is_refused(target, tmp_path, name):
     checkpoint, make = target(name)
     draft = random_block(checkpoint.architecture, tmp_path, places=17)
-    with pytest.raises(EngineError, match="does not fit into a step of 16 nodes"):
+    with pytest.raises(ModelError, match="does not fit into a step of 16 nodes"):
         make(draft)
