@@ -72,8 +72,8 @@ class CpuBlockModel(BlockModelBase, CpuDraftModel):
 
     dtype  "q8_0": 8 bits in groups of 32; "float32", to measure the effect of the 8 bits
 
-    Raises ModelError for sizes that the core cannot run, MemoryPlanError if it does not fit,
-    EngineError if a block is larger than a step.
+    Raises ModelError for sizes that the core cannot run or a block larger than a step,
+    MemoryPlanError if it does not fit.
     """
 
     def __init__(

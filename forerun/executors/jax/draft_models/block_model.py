@@ -32,7 +32,7 @@ from forerun.types import AnyArray, Ints
 
 class JaxBlockModel(BlockModelBase):
     """DraftModel on XLA, on the devices and in the dtype of its target; copied to each device.
-    Raises MemoryPlanError if it does not fit, EngineError if a block is larger than a step.
+    Raises MemoryPlanError if it does not fit, ModelError if a block is larger than a step.
     """
 
     def __init__(self, executor: JaxExecutor, checkpoint: Checkpoint, draft: BlockFile) -> None:

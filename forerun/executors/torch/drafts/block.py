@@ -204,7 +204,7 @@ class TorchBlockModel(BlockModelBase):
     cache, ids, ropes, gqa_group  as of LevelModel
     dtype  of its weights
 
-    Raises MemoryPlanError if it does not fit, EngineError if a block is larger than a step.
+    Raises MemoryPlanError if it does not fit, ModelError if a block is larger than a step.
     """
 
     def __init__(self, executor: TorchTarget, checkpoint: Checkpoint, draft: BlockFile) -> None:
