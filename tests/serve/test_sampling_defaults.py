@@ -15,6 +15,7 @@ from forerun.options.sampling_params import NEUTRAL, RANGES
 from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.prepare import chat_generation, completion_generation
 from forerun.serve.bodies.schema import ChatBody, CompletionBody
+from forerun.serve.dialects.llama.schema import NativeBody
 from tests.models import tiny
 
 GENERATION = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "do_sample": True, "eos_token_id": 2}
@@ -76,9 +77,13 @@ def test_the_longest_answer_of_requests_without_a_limit_is_an_option(folder):
     with closing(load(config)) as loaded:
         for more, most in (({}, 20), ({"max_tokens": 30}, 30)):
             plain = read(CompletionBody, {"prompt": "the quick", **more})
+            native = read(NativeBody, {"prompt": "the quick", **more})
             chat = read(ChatBody, {"messages": [{"role": "user", "content": "the"}], **more})
             for made in (
                 completion_generation(plain, loaded, ServeSettings()),
+                completion_generation(
+                    native.plain(("the quick",), loaded.sampling), loaded, ServeSettings()
+                ),
                 chat_generation(chat, loaded, ServeSettings()),
             ):
                 assert made.requests[0].stopping.max_tokens == most

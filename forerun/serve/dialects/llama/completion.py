@@ -66,8 +66,9 @@ class CompletionsDialect(Dialect):
 
     def _plain(self, body: NativeBody) -> CompletionBody:
         """Convert the request to a CompletionBody. Raises RequestError, ApiError."""
-        tokenizer = self._served.loaded.tokenizer
-        return body.plain(tuple(_prompt(parts, tokenizer) for parts in body.prompt))
+        loaded = self._served.loaded
+        prompts = tuple(_prompt(parts, loaded.tokenizer) for parts in body.prompt)
+        return body.plain(prompts, loaded.sampling)
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
         """Implement Dialect.events: one event per delta that has text or tokens, and one at the
@@ -214,7 +215,8 @@ class InfillDialect(CompletionsDialect):
         ids, marks = infill_prompt(body, loaded.tokenizer, loaded.context)
         if len(ids) > loaded.context:
             raise too_long(len(ids), loaded, "input_prefix", "with suffix ")
-        return replace(body.plain((ids,)), stop_token_ids=(*body.stop_token_ids, *marks.ends))
+        plain = body.plain((ids,), loaded.sampling)
+        return replace(plain, stop_token_ids=(*body.stop_token_ids, *marks.ends))
 
 
 def _prompt(parts: Parts, tokenizer: Tokenizer) -> Prompt:

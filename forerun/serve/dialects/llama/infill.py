@@ -24,7 +24,7 @@ def infill_prompt(
     if marks.repository is not None and marks.file is not None:
         names = [marks.repository, *file_ids("myproject\n", tokenizer)]
         fixed = [marks.file, *file_ids("filename\n", tokenizer), *fixed]
-    room = context - len(begin) - len(names) - len(fixed) - max(body.max_tokens, 1)
+    room = context - len(begin) - len(names) - len(fixed) - max(body.max_tokens or 1, 1)
     while extras and sum(map(len, extras)) > room:
         del extras[0]
     return (*begin, *names, *(id for extra in extras for id in extra), *fixed), marks

@@ -110,7 +110,7 @@ def _properties(served: Served, service: Service) -> dict[str, Any]:
     loaded = served.loaded
     tokenizer = loaded.tokenizer
     texts = {name: tokenizer.names.get(name, "") for name in ("bos_token", "eos_token")}
-    params = {**llama_defaults(loaded), "n_predict": -1}
+    params = {**llama_defaults(loaded), "n_predict": int(loaded.sampling.get("max_tokens", -1))}
     params["speculative.n_max"] = max(loaded.config.speculative_num_steps or 0, 0)
     return {
         "default_generation_settings": {"params": params, "n_ctx": loaded.context},

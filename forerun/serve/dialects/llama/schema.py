@@ -1,6 +1,7 @@
 """The request bodies of llama.cpp's own routes."""
 
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -83,7 +84,8 @@ def _prompts(value: Any, where: str) -> tuple[Parts, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeBody(SampledBody):
-    """POST /completion. max_tokens (n_predict): negative = as many as the context has room for.
+    """POST /completion. max_tokens (n_predict): negative = as many as the context has room for;
+    None = the server's default, or as many.
 
     n_probs  alternatives to report of each token; 0 = no probabilities
     return_tokens  the answer has its tokens; a stream always does
@@ -93,7 +95,7 @@ class NativeBody(SampledBody):
     """
 
     prompt: tuple[Parts, ...] = need(_prompts)
-    max_tokens: int = accept(integer(-2, MAX_TOKENS), UNLIMITED)
+    max_tokens: int | None = accept(integer(-2, MAX_TOKENS))
     seed: int | None = accept(integer(-(2**63), 2**64 - 1))
     n_probs: int = accept(integer(0, MAX_TOKENS), 0)
     return_tokens: bool = accept(boolean, False)
@@ -117,14 +119,18 @@ class NativeBody(SampledBody):
         "sse_ping_interval": Unused(number(-1, 1e9)),
     }
 
-    def plain(self, prompts: tuple[Prompt, ...]) -> CompletionBody:
-        """Convert the request to a CompletionBody with these prompts, texts or ids."""
+    def plain(self, prompts: tuple[Prompt, ...], sampling: Mapping[str, float]) -> CompletionBody:
+        """Convert the request to a CompletionBody with these prompts, texts or ids.
+
+        sampling  the server's defaults
+        """
+        usual = None if "max_tokens" in sampling else UNLIMITED
         shared = {item.name: getattr(self, item.name) for item in fields(SampledBody)}
         drawn = secrets.randbits(31) if self.seed in RANDOM_SEEDS else self.seed
         return CompletionBody(
             **{**shared, "seed": drawn},
             prompt=prompts,
-            max_tokens=max(self.max_tokens, UNLIMITED),
+            max_tokens=usual if self.max_tokens is None else max(self.max_tokens, UNLIMITED),
             logprobs=self.n_probs or None,
         )
 
