@@ -94,9 +94,7 @@ def sentences(size: Sizing) -> dict[str, str]:
     count, together = values["devices"], EXECUTORS[values["executor"]].together
     each = f" on {count} devices together" if together else f" on each of {count} devices"
     each *= count > 1
-    source = (
-        "as stored in its files" if values["weights_from_files"] else "from its configuration alone"
-    )
+    source = "from its files" if values["weights_from_files"] else "from its configuration alone"
     kind = "" if values["kv_dtype"] == "same" else f" in {values['kv_dtype']}"
     lines = {
         "model": f"{values['model']}, {values['parameters'] / 1e9:.2f}B parameters, made for "
