@@ -2,8 +2,9 @@
 //
 // For one channel and one row, group after group in this order and no other:
 //     acc += (d * x.scale) * sum(q * x.q)        low += m * x.sum
-// and the result is acc + low; where d belongs to 16 inputs, one after the other. Nothing depends on the other rows, so a row's bits are the same
-// alone and among 64.
+// and the result is acc + low; where d belongs to 16 inputs, one after the other. Nothing depends on
+// the other rows, so a row's bits are the same alone and among 64. d of a tile with a table of its own
+// is its half times the tile's unit, a power of two, so that no bit is lost.
 
 #include "k_bits.inl"
 
