@@ -1,6 +1,7 @@
 import gc
 import json
 import math
+import weakref
 from dataclasses import fields, replace
 
 import pytest
@@ -13,7 +14,7 @@ from forerun.client.llm import LLM
 from forerun.errors import ConfigError, EngineError, ModelError, RequestError
 from forerun.executors import cpu
 from forerun.interface.executor import ExecutorLimits
-from forerun.machine import collected_later
+from forerun.machine import collected_later, trim_memory
 from forerun.measure.prove import Trial, prove
 from forerun.measure.workload import read_prompts, spread
 from forerun.options.config import EngineConfig
@@ -151,6 +152,23 @@ def test_cycles_are_collected_later_only_where_they_were(collects):
         assert gc.isenabled() == collects
     finally:
         gc.enable()
+
+
+def test_what_is_loaded_is_searched_for_garbage_once_and_again_when_more_is_loaded():
+    loaded = [[]]
+    loaded[0].append(loaded)
+    alive = weakref.ref(each := type("Each", (), {})())
+    each.itself = each
+    try:
+        trim_memory(cycles=True)
+        assert gc.get_freeze_count()
+        del each
+        gc.collect()
+        assert alive()
+        trim_memory(cycles=True)
+        assert not alive() and loaded[0][0] is loaded
+    finally:
+        gc.unfreeze()
 
 
 @pytest.mark.parametrize("executor", ["torch", "jax"])
