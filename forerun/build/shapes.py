@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from forerun.checkpoints.grouped import Grouped, GroupedKind, GroupedRows
+from forerun.checkpoints.grouped import Grouped, GroupedRows
 from forerun.checkpoints.mapped import Packed
+from forerun.checkpoints.quantised.grouped import kind_of
 from forerun.checkpoints.quantised.method import read_method
 from forerun.networks.arch import Architecture, Rope, expected_tensors, plain_layers
 from forerun.networks.layer_spec import AttentionSpec, Dense, Experts, Latent, LayerSpec, Router
@@ -129,16 +130,14 @@ class PlannedCheckpoint(RandomCheckpoint):
         """Return a quantised matrix of random numbers; None if it cannot stay quantised."""
         shape = self.shape(name)
         method = next(iter(self._methods), None)
-        if method is None or len(shape) != 2 or method.bits not in (4, 8):
+        kind = None if method is None else kind_of(method)
+        if method is None or kind is None or len(shape) != 2:
             return None
-        if method.layout == "mxfp4":
-            return None
-        kind: GroupedKind = "int4" if method.bits == 4 else "int8"
-        kind = "float8" if method.layout == "float8" else kind
         rows, columns = shape
         group = min(method.group or columns, columns)
         scale = "F32" if kind == "float8" else "F16"
-        about = Grouped(kind, (rows, columns), group, method.zeros, scale, None, _unread)
+        offsets = method.offsets
+        about = Grouped(kind, (rows, columns), group, method.zeros, scale, None, _unread, offsets)
         return replace(about, read=partial(self._random_rows, about))
 
     def _random_rows(self, about: Grouped, rows: slice) -> GroupedRows:

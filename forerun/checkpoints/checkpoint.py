@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from forerun.checkpoints.mapped import FourBits, Packed
+from forerun.checkpoints.mapped import Packed
 from forerun.errors import ModelError
 from forerun.networks.arch import Architecture, expected_tensors
 from forerun.types import Floats
@@ -59,23 +59,6 @@ class ReadInParts(Protocol):
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
         """Return float32[n,k], some rows and columns of a matrix, reading little else. Raises
         KeyError for an unknown name.
-        """
-        ...
-
-
-@runtime_checkable
-class InFourBits(Protocol):
-    """A checkpoint with matrices of 4-bit integers, which need not be dequantised."""
-
-    def four_bit_group(self, name: str) -> int:
-        """Return how many inputs share a scale and a zero point; 0 if the matrix is not of 4-bit
-        integers, or its scales are not float16. Raises KeyError for an unknown name.
-        """
-        ...
-
-    def four_bits(self, name: str) -> FourBits:
-        """Return the matrix as stored; only if `four_bit_group` is not 0. Raises KeyError for an
-        unknown name.
         """
         ...
 

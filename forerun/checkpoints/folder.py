@@ -12,7 +12,7 @@ import numpy as np
 from forerun.checkpoints.checkpoint import check_complete, shortened
 from forerun.checkpoints.converted import read_pickled
 from forerun.checkpoints.grouped import Grouped
-from forerun.checkpoints.mapped import FourBits, Packed, TensorFile
+from forerun.checkpoints.mapped import Packed, TensorFile
 from forerun.checkpoints.naming import (
     FINAL_NORMS,
     IN_LAYER,
@@ -23,7 +23,7 @@ from forerun.checkpoints.naming import (
 )
 from forerun.checkpoints.prediction_naming import divided
 from forerun.checkpoints.quantised.files import with_matrices
-from forerun.checkpoints.quantised.method import Method, read_method
+from forerun.checkpoints.quantised.method import Method, read_method, without_wrapper
 from forerun.checkpoints.shard import FLOATS, QUANTISED, read_shard
 from forerun.errors import ModelError, reason_of
 from forerun.networks.arch import Architecture, expected_tensors
@@ -76,6 +76,8 @@ class FolderCheckpoint:
         stored = files_by_tensor(folder, QUANTISED if self.methods else FLOATS)
         self.towers: tuple[str, ...] = _towers(stored, self.config)
         named = _as_model(text_only(stored, self.config, folder))
+        if _moved(named):
+            self.architecture = replace(self.architecture, norm_offset=0.0)
         files = with_matrices(named, self.methods)
         own, self.prediction_files = divided(files, self.architecture)
         if self.architecture.tied_head and _own_head(own):
@@ -114,18 +116,6 @@ class FolderCheckpoint:
         for an unknown name.
         """
         return self._stored[name].grouped()
-
-    def four_bit_group(self, name: str) -> int:
-        """Return how many columns of a matrix of 4-bit integers share a scale; 0 for any other.
-        Raises KeyError for an unknown name.
-        """
-        return self._stored[name].four_bit_group()
-
-    def four_bits(self, name: str) -> FourBits:
-        """Return a matrix for which `four_bit_group` is not 0, as stored. Raises KeyError for an
-        unknown name.
-        """
-        return self._stored[name].four_bits()
 
     def packed(self, name: str) -> Packed | None:
         """Return a matrix of floats as stored; None for a vector, and for a matrix stored in few
@@ -169,7 +159,6 @@ INDEXERS = ("indexers",)
 """Value of `FolderCheckpoint.towers` for a model whose indexers are left out."""
 _INDEXER = re.compile(r"\.self_attn\.indexer\.")
 _KEYS_AND_VALUES = re.compile(r"model\.layers\.(\d{1,9})\.self_attn\.(?:[kv]_proj|[kv]_norm)\..+")
-_WRAPPED = re.compile(r"(language_model\.model|model\.language_model)\.(.+)")
 
 
 def _towers(files: Mapping[str, TensorFile], config: dict[str, Any]) -> tuple[str, ...]:
@@ -198,12 +187,28 @@ def text_only(
     for name in files:
         if _VISION.fullmatch(name):
             continue
-        inner = _WRAPPED.fullmatch(name)
-        plain = f"model.{inner[2]}" if inner else name.removeprefix("language_model.")
+        plain = without_wrapper(name)
         if plain in names:
             raise ModelError(f"{folder}: {name} and {names[plain]} are both {plain}")
         names[plain] = name
     return _renamed(files, names)
+
+
+_CONVOLUTION = re.compile(r".*\.(linear_attn\.conv1d|conv\.conv)\.weight")
+
+
+def _moved(files: dict[str, TensorFile]) -> bool:
+    """Return whether convolutions are MLX's, [channels,taps,1], and give them the usual shape of
+    the same numbers. MLX has then added the offset of norms to their weights, too.
+    """
+    moved = False
+    for name, file in files.items():
+        entry = file.tensors[name]
+        if _CONVOLUTION.fullmatch(name) and len(entry.shape) == 3 and entry.shape[2] == 1:
+            channels, taps, _ = entry.shape
+            file.tensors[name] = replace(entry, shape=(channels, 1, taps))
+            moved = True
+    return moved
 
 
 def _as_model(files: dict[str, TensorFile]) -> dict[str, TensorFile]:

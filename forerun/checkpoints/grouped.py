@@ -10,8 +10,10 @@ from numpy.typing import NDArray
 from forerun.errors import ModelError
 from forerun.types import AnyArray, Floats, Ints
 
-GroupedKind = Literal["int4", "int8", "float8"]
-"""4-bit integers from 0 to 15, 8-bit integers from -128 to 127, or bytes of float8 E4M3."""
+GroupedKind = Literal["int4", "int5", "int8", "float8", "mxfp4"]
+"""Integers from 0 to 15, from 0 to 31, or from -128 to 127, bytes of float8 E4M3, or 4 bits of E2M1
+with powers of two as scales.
+"""
 
 MIDDLE = 8
 """Zero point of 4-bit integers without one of their own."""
@@ -28,17 +30,19 @@ class GroupedRows(NamedTuple):
     numbers  uint8[n,K], or int8 for 8-bit integers, in the order of `Grouped.order`
     scales   float32[n,groups]
     zeros    [n,groups] of the type of `numbers`; None if there are none
+    offsets  float32[n,groups]; None if there are none
     """
 
     numbers: AnyArray
     scales: Floats
-    zeros: AnyArray | None
+    zeros: AnyArray | None = None
+    offsets: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Grouped:
-    """A matrix w [N,K] of numbers q, scales s and zero points z. For number j in a row, whose group
-    is g = j // group, w[:, order[j]] = s[:, g] (q[:, j] - z[:, g]).
+    """A matrix w [N,K] of numbers q, scales s, zero points z and offsets b. For number j in a row,
+    whose group is g = j // group, w[:, order[j]] = s[:, g] (q[:, j] - z[:, g]) + b[:, g].
 
     shape  (N, K)
     group  columns that share a scale; the last group may be smaller
@@ -46,6 +50,8 @@ class Grouped:
     scale  "F16", "BF16" or "F32": the stored type of the scales, which holds them exactly
     order  int32[K] the column of every number in a row; None: its own
     read   reads some rows; touches little else of the file. Raises ModelError for NaN
+    offsets  whether there are offsets; else they are 0
+    halves   returns whether float16 represents all scales and offsets; None: one is out of range
     """
 
     kind: GroupedKind
@@ -55,11 +61,17 @@ class Grouped:
     scale: str
     order: Ints | None
     read: Callable[[slice], GroupedRows]
+    offsets: bool = False
+    halves: Callable[[], bool | None] = lambda: True
 
     @property
     def block(self) -> int:
-        """Columns that products read at once, all of one group; 0 if products cannot read it."""
+        """Columns that torch's products read at once, all of one group; 0 if they cannot read
+        it.
+        """
         columns = self.shape[1]
+        if self.offsets or self.kind == "mxfp4":
+            return 0
         if self.group >= columns:
             return whole_block(columns)
         return next((block for block in (128, 64, 32) if self.group % block == 0), 0)
@@ -120,9 +132,9 @@ class Grouped:
         groups = slice(0, 1) if per_row else slice(start // self.group, -(-stop // self.group))
 
         def read(part: slice) -> GroupedRows:
-            read_rows = self.read(_within(own, part))
-            zeros = None if read_rows.zeros is None else read_rows.zeros[:, groups]
-            return GroupedRows(read_rows.numbers[:, start:stop], read_rows.scales[:, groups], zeros)
+            numbers, *shared = self.read(_within(own, part))
+            cut = (None if one is None else one[:, groups] for one in shared)
+            return GroupedRows(numbers[:, start:stop], *cut)  # type: ignore[arg-type]
 
         group = self.group if not per_row else stop - start
         return replace(self, shape=(last - first, stop - start), group=group, read=read)

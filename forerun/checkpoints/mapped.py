@@ -64,25 +64,6 @@ class Packed:
 
 
 @dataclass(frozen=True, slots=True)
-class FourBits:
-    """A matrix w [N,K] of 4-bit integers: w = scales (numbers - zeros), exact in float32.
-
-    numbers  uint8[N,K] from 0 to 15
-    scales   float16[N,K/group]
-    zeros    uint8[N,K/group] from 0 to 15
-    """
-
-    numbers: NDArray[np.uint8]
-    scales: NDArray[np.float16]
-    zeros: NDArray[np.uint8]
-
-    @property
-    def group(self) -> int:
-        """Number of adjacent columns that share a scale."""
-        return int(self.numbers.shape[1]) // int(self.scales.shape[1])
-
-
-@dataclass(frozen=True, slots=True)
 class TensorFile:
     """A mapped file whose table of tensors has been checked against its size."""
 
@@ -106,29 +87,16 @@ class TensorFile:
             return None
         return Packed(stored.kind, self.rows(name), stored.shape[-1])
 
-    def expert(self, name: str, expert: int) -> Packed | None:
-        """Return one expert's matrix [out,in] of a tensor of all experts, if it is stored in few
-        bits of a named type; else None, and it is a part of `floats`.
-        """
-        return None
-
     def grouped(self, name: str) -> Grouped | None:
         """Return None: this format has no quantised matrices whose columns share scales."""
         return None
 
-    def four_bit_group(self, name: str) -> int:
-        """Return 0: this format has no matrices of 4-bit integers with float16 scales."""
-        return 0
-
-    def four_bits(self, name: str) -> FourBits:
-        """Raise AssertionError: this format has no matrices of 4-bit integers."""
-        raise AssertionError(f"{name} is not a matrix of 4-bit integers")
-
     def part(self, name: str, rows: slice, columns: slice) -> Floats:
-        """Return float32[n,k], some rows and columns of a matrix. Raises KeyError for a name that
-        is not in the file.
+        """Return float32[n,k], some rows and columns of a matrix, or of those of all experts below
+        one another. Raises KeyError for a name that is not in the file.
         """
-        return self.floats(name)[rows, columns]
+        stored = self.tensors[name]
+        return Packed(stored.kind, self.rows(name)[rows], stored.shape[-1]).floats()[:, columns]
 
     def floats(self, name: str) -> Floats:
         """Return the tensor of that name in the file as float32, of its stored shape; a read-only

@@ -8,6 +8,7 @@ or is a part of. Families differ in a table of names (_RENAMED) and in these lay
                  up alone (Granite 4)
     stacked      all experts are one tensor: matrices [in, out], gate and up in turns (gpt-oss), or
                  [out, in], gate above up (what transformers 5 keeps in memory; Qwen3.5)
+    switched     all experts are one tensor for each of gate, up and down (MLX)
     interleaved  rows of several parts alternate head by head in one matrix (Qwen3-Next)
     joined       a delta net's queries, keys and values are one matrix (Qwen3.5)
     rotated      in a head the rotated numbers come first (partial rotation), or the two numbers of
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from forerun.checkpoints.ggml import STORAGE
 from forerun.checkpoints.grouped import Grouped
-from forerun.checkpoints.mapped import FourBits, Packed, TensorFile
+from forerun.checkpoints.mapped import Packed, TensorFile
 from forerun.networks.arch import Architecture, Family, layer_tensors
 from forerun.networks.layer_spec import Experts, GatedDelta, LayerSpec
 from forerun.networks.rope import Rope
@@ -87,6 +88,8 @@ class StoredTensor:
         packed = self.packed()
         if packed is not None and self.kind != "F32":
             return packed.floats()
+        if packed is None and self._of_rows:
+            return self.part(slice(None), slice(None))
         found: Floats = self.cut(self.file.floats(self.name)).reshape(self.piece.shape)
         return found
 
@@ -94,10 +97,9 @@ class StoredTensor:
         """Return float32[n,k], some rows and columns of a matrix; of one stored in few bits little
         else is read.
         """
-        piece = self.piece
-        if piece.transposed or piece.expert is not None:
+        if not self._of_rows:
             return self.floats()[rows, columns]
-        which = self._ordered(np.arange(piece.stored_shape[0]))[rows]
+        which = self._which()[rows]
         first = int(which.min())
         cut = self.file.part(self.name, slice(first, int(which.max()) + 1), columns)
         found: Floats = cut[which - first]
@@ -105,26 +107,18 @@ class StoredTensor:
 
     @property
     def _of_rows(self) -> bool:
-        """Whether it consists of rows of a matrix, or of all of them."""
-        piece = self.piece
-        return len(piece.shape) == 2 and not piece.transposed and piece.expert is None
+        """Whether it consists of rows of a matrix, or of one of all experts, or of all of them."""
+        return len(self.piece.shape) == 2 and not self.piece.transposed
+
+    def _which(self) -> Order:
+        """Return int[n], the rows of the stored matrix that it consists of."""
+        height, expert = self.piece.stored_shape[-2], self.piece.expert or 0
+        return self._ordered(np.arange(expert * height, (expert + 1) * height))
 
     def grouped(self) -> Grouped | None:
-        """Return TensorFile.grouped; None also for an expert's part of a tensor."""
+        """Return the rows of TensorFile.grouped that it consists of; None if these are columns."""
         found = self.file.grouped(self.name) if self._of_rows else None
-        if found is None or self.piece.alone:
-            return found
-        return found.rows(self._ordered(np.arange(self.piece.stored_shape[0])))
-
-    def four_bit_group(self) -> int:
-        """Return TensorFile.four_bit_group; 0 also for an expert's part of a tensor."""
-        return self.file.four_bit_group(self.name) if self._of_rows else 0
-
-    def four_bits(self) -> FourBits:
-        """Return the matrix with its rows in order; only if `four_bit_group` is not 0."""
-        matrix = self.file.four_bits(self.name)
-        parts = (self._ordered(part) for part in (matrix.numbers, matrix.scales, matrix.zeros))
-        return FourBits(*parts)
+        return found if found is None or self.piece.alone else found.rows(self._which())
 
     def rows(self) -> NDArray[np.uint8]:
         """Return uint8[rows, bytes of a row] of a matrix; a view of the file where possible."""
@@ -147,10 +141,6 @@ class StoredTensor:
         """
         if self.piece.alone:
             return self.file.packed(self.name)
-        if self.piece.expert is not None:
-            found = self.file.expert(self.name, self.piece.expert)
-            if found is not None:
-                return Packed(found.kind, self._ordered(found.rows), found.columns)
         if len(self.piece.shape) != 2 or self.kind not in STORAGE:
             return None
         return Packed(self.kind, self.rows(), self.piece.shape[-1])
@@ -225,7 +215,10 @@ def layer_pieces(
     stored      names of the files' tensors, for families that have either of two layouts
     transposed  all experts' matrices are stored [in, out] (`experts_transposed`)
     """
+    stored = tuple(stored)
     stacked = arch.family in _IN_ONE and any(n.endswith(_STACKED) for n in stored)
+    rooms = {match[1] for name in stored if (match := _SWITCHED.fullmatch(name))}
+    packed = any(name.endswith(f"{_STACKED}.weight") for name in stored)
     pieces = {}
     for name, shape in layer_tensors(arch, spec).items():
         piece = StoredPart(_renamed(name, arch.family), shape, shape)
@@ -234,7 +227,7 @@ def layer_pieces(
         elif arch.family == "granitemoehybrid" and name in _GATE_UP:
             piece = replace(fused(name, piece, arch, spec), stored=_GATE_AND_UP)
         elif arch.family == "gpt_oss":
-            piece = _stacked(name, piece, spec)
+            piece = _stacked(name, piece, spec, packed)
         elif arch.family == "qwen3_next":
             piece = head_by_head(name, piece, arch, spec)
         elif arch.family in ("qwen3_5_text", "qwen3_5_moe_text"):
@@ -245,6 +238,8 @@ def layer_pieces(
             piece = _one_above_the_other(name, piece, spec.feed_forward, "mlp.experts", transposed)
         elif arch.family == "gemma4_text":
             piece = _one_above_the_other(name, piece, spec.beside, "experts")
+        for room in rooms:
+            piece = _switched(name, piece, spec.beside or spec.feed_forward, room)
         order = order_of(name, arch, spec)
         if order is not None:
             piece = replace(piece, order=order if piece.order is None else piece.order[order])
@@ -288,8 +283,25 @@ _GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 _GATE_AND_UP = "shared_mlp.input_linear.weight"
 
 
-def _stacked(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
-    """Return gpt-oss's part: all experts in one tensor, with rows of gate and up alternating."""
+_SWITCHED = re.compile(
+    r"model\.layers\.\d+\.((?:\w+\.)*(?:switch_mlp|switch_glu|experts))\.gate_proj\.weight"
+)
+
+
+def _switched(name: str, piece: StoredPart, experts: object, room: str) -> StoredPart:
+    """Return the part of MLX's tensors of all experts, room.gate_proj.weight and so on."""
+    match = EXPERT.fullmatch(name)
+    if match is None or not isinstance(experts, Experts):
+        return piece
+    stored, shape = f"{room}.{match[2]}_proj.{match[3]}", (experts.count, *piece.shape)
+    return StoredPart(stored, piece.shape, shape, expert=int(match[1]))
+
+
+def _stacked(name: str, piece: StoredPart, spec: LayerSpec, packed: bool) -> StoredPart:
+    """Return gpt-oss's part: all experts in one tensor, with rows of gate and up alternating.
+
+    packed  matrices are stored quantised, [out, in] and as NAME.weight
+    """
     match = EXPERT.fullmatch(name)
     if match is None:
         return piece
@@ -303,6 +315,11 @@ def _stacked(name: str, piece: StoredPart, spec: LayerSpec) -> StoredPart:
     if kind == "bias":
         return replace(
             piece, stored=f"{stored}_bias", stored_shape=(count, outputs), expert=expert, rows=rows
+        )
+    if packed:
+        stored_shape = count, outputs, piece.shape[1]
+        return replace(
+            piece, stored=f"{stored}.weight", stored_shape=stored_shape, expert=expert, rows=rows
         )
     stored_shape = count, piece.shape[1], outputs
     return replace(

@@ -162,7 +162,8 @@ _UNIFIED = {"hidden_size_per_layer_input": 0, "sliding_window": 1024}
 
 _OUTSIDE = (
     *("vision_config", "mm_tokens_per_image", "boi_token_index", "eoi_token_index"),
-    *("image_token_index", "quantization_config", "projector_hidden_act", "vision_feature_layer"),
+    *("image_token_index", "quantization_config", "quantization", "projector_hidden_act"),
+    "vision_feature_layer",
     *("multimodal_projector_bias", "spatial_merge_size", "audio_config", "eoa_token_index"),
     "vision_soft_tokens_per_image",
     *("downsample_factor", "tile_size"),
@@ -294,7 +295,8 @@ def _plain_name(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def _architecture(keys: Keys) -> Architecture:
     for name in _ANNOUNCED:
         keys.get(name)  # The tensors determine how many there are.
-    keys.get("quantization_config")  # Of the files, not of the model: models/quantised.
+    for name in ("quantization", "quantization_config"):
+        keys.get(name)  # Of the files, not of the model: checkpoints/quantised.
     family = keys.get("model_type")
     if family not in FAMILIES:
         known = ", ".join(FAMILIES)

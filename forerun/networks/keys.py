@@ -97,12 +97,15 @@ class Keys:
         if isinstance(actual, bool) or actual != value:
             raise self.unfit(name, actual, f"{value!r} to run here")
 
+    def unread(self) -> list[str]:
+        """Return the names of the keys that were not read, sorted."""
+        return sorted(self._values.keys() - self._asked)
+
     def refuse_the_rest(self, harmless: Callable[[str, Any], bool]) -> None:
         """Raise ModelError naming the unread keys that are not harmless."""
-        rest = sorted(self._values.keys() - self._asked)
         culprits = [
             f"{self.prefix}{name[:_SHOWN]} = {shown(self._values[name])}"
-            for name in rest
+            for name in self.unread()
             if not harmless(name, self._values[name])
         ]
         if culprits:

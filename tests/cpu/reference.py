@@ -9,7 +9,8 @@ import math
 
 import numpy as np
 
-from forerun.checkpoints.checkpoint import InFourBits
+from forerun.checkpoints.quantised_matrices import InGroups
+from forerun.executors.cpu.few_bits import kind_of
 from forerun.executors.cpu.levels import LEVELS, TERNARY
 from forerun.networks.layer_spec import BESIDE_NORMS, NORM_NAMES, Experts, GatedDelta
 from tests.references.gated_delta import Recurrence
@@ -39,8 +40,8 @@ def packed(checkpoint, name):
     matrix, stored = checkpoint.tensor(name), checkpoint.packed(name)
     if stored is not None and stored.kind in KEPT:
         return matrix
-    group = checkpoint.four_bit_group(name) if isinstance(checkpoint, InFourBits) else 0
-    return matrix if group and group % GROUP == 0 else eight_bits(matrix)
+    grouped = checkpoint.grouped(name) if isinstance(checkpoint, InGroups) else None
+    return eight_bits(matrix) if kind_of(grouped) == "few bits" else matrix
 
 
 def eight_bits(matrix):

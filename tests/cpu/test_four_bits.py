@@ -50,7 +50,7 @@ def test_logits_are_those_of_the_files_numbers(executor, random, tmp_path, name,
 def test_they_take_as_many_bytes_as_in_the_file(tmp_path, executor):
     """Of 128 weights 64 bytes, a half and a zero point, filled up to 68; floats as they are."""
     source = saved(tmp_path, "awq", 128)
-    names = [name for name in source.names() if source.four_bit_group(name)]
+    names = [name for name in source.names() if source.grouped(name)]
     assert len(names) == 14
     few = sum(np.prod(source.shape(name)) for name in names) // 128 * 68
     floats = sum(4 * np.prod(source.shape(name)) for name in source.names() if name not in names)

@@ -5,7 +5,7 @@ import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from forerun.checkpoints.mapped import FourBits
+from forerun.checkpoints.grouped import GroupedRows
 from forerun.executors.cpu import native
 from forerun.executors.cpu.few_bits import rows_of_bytes, rows_of_tiles
 from forerun.executors.cpu.levels import LEVELS, rows_of_levels
@@ -61,7 +61,7 @@ def four_bit_rows(random, kind, channels, inputs):
         scales = random.uniform(0.001, 0.01, (channels, inputs // group)).astype(np.float16)
         zeros = random.integers(0, 16, scales.shape, dtype=np.uint8)
         numbers = random.integers(0, 16, (channels, inputs), dtype=np.uint8)
-        raw = rows_of_tiles(FourBits(numbers, scales, zeros))
+        raw = rows_of_tiles(GroupedRows(numbers, scales, zeros))
         whole = (numbers.astype(np.float32) - np.repeat(zeros, group, 1)).reshape(channels, -1, 32)
         scale = np.repeat(scales, group // 32, 1).astype(np.float32)
         groups = whole * scale[..., None]
@@ -292,7 +292,7 @@ def test_small_groups_of_integers_are_the_same_numbers_in_eight_bits(random):
         scales = random.uniform(0.001, 0.01, (24, 256 // group)).astype(np.float16)
         zeros = random.integers(0, 16, scales.shape, dtype=np.uint8)
         numbers = random.integers(0, 16, (24, 256), dtype=np.uint8)
-        rows = rows_of_bytes(FourBits(numbers, scales, zeros))
+        rows = rows_of_bytes(GroupedRows(numbers, scales, zeros))
         meant = numbers.astype(np.float32) - np.repeat(zeros, group, 1)
         meant *= np.repeat(scales, group, 1).astype(np.float32)
         assert np.array_equal(dequantize(rows, GGMLQuantizationType["Q8_0"]), meant)

@@ -139,6 +139,53 @@ def float8(weight, rows, columns, name="weight_scale_inv"):
     return {"weight": q, name: scale}, meant
 
 
+def stream(numbers, bits):
+    """uint32 words of numbers one after another, the lowest bits first, across words too."""
+    whole = sum(int(number) << (bits * place) for place, number in enumerate(numbers))
+    return [whole >> at & 0xFFFFFFFF for at in range(0, bits * len(numbers), 32)]
+
+
+def mlx(weight, bits=4, group=32, scale=np.float16):
+    """MLX's affine tensors: as many steps as fit between a group's smallest and largest number."""
+    rows = len(weight)
+    low = weight.reshape(rows, -1, group).min(-1).astype(scale)
+    s = ((weight.reshape(rows, -1, group).max(-1) - low) / ((1 << bits) - 1)).astype(scale)
+    wide, offset = (np.repeat(part.astype(np.float32), group, 1) for part in (s, low))
+    q = np.clip(np.rint((weight - offset) / wide), 0, (1 << bits) - 1)
+    packed = np.array([stream(row, bits) for row in q], np.uint32)
+    meant = q.astype(np.float32) * wide + offset
+    return {"weight": packed, "scales": s, "biases": low}, meant
+
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+"""OCP Microscaling Formats 1.0, table 7; the fourth bit is the sign."""
+
+
+def mlx_floats(weight, mode):
+    """MLX's mxfp4, mxfp8 and nvfp4."""
+    rows = len(weight)
+    group = 16 if mode == "nvfp4" else 32
+    largest = abs(weight.reshape(rows, -1, group)).max(-1)
+    if mode == "nvfp4":
+        s = torch.from_numpy(largest / 6).to(torch.float8_e4m3fn)
+        stored, wide = s.view(torch.uint8).numpy(), s.float().numpy()
+    else:
+        stored = (np.ceil(np.log2(largest / (6 if mode == "mxfp4" else 448))) + 127).astype(
+            np.uint8
+        )
+        wide = np.exp2(stored.astype(np.float32) - 127)
+    wide = np.repeat(wide, group, 1)
+    if mode == "mxfp8":
+        floats = torch.from_numpy(weight / wide).to(torch.float8_e4m3fn)
+        q, means = floats.view(torch.uint8).numpy(), floats.float().numpy()
+    else:
+        q = abs(abs(weight / wide)[..., None] - E2M1).argmin(-1)
+        means = np.where(weight < 0, -E2M1[q], E2M1[q])
+        q = q + 8 * (weight < 0)
+    packed = np.array([stream(row, 8 if mode == "mxfp8" else 4) for row in q], np.uint32)
+    return {"weight": packed, "scales": stored}, means * wide
+
+
 def quantise(folder: Path, settings: dict, pack, shards: int = 1) -> dict[str, np.ndarray]:
     """Rewrite a folder's linear layers as `pack` stores them: what they stand for, by name."""
     tensors = {}

@@ -56,7 +56,7 @@ def rows():
     made = {}
     for row in tables()[0][1:]:
         for name in re.findall(r"`(\w+)`", row[0]):
-            made[name] = dict(zip(("formats", "executors", "drafts"), row[2:], strict=True))
+            made[name] = dict(zip(("formats", "drafts"), row[2:], strict=True))
     return made
 
 
@@ -88,18 +88,17 @@ def test_formats_are_those_that_are_read(name):
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_executors_are_those_that_run_it(name, tmp_path):
+def test_every_executor_runs_it(name, tmp_path):
     family = SAME_AS.get(name, name)
     arch = architecture_from(tiny.config(family).to_dict(), tmp_path)
-    runs = {"cpu": cpu.refusal(arch) is None, "torch": True, "jax": True}
-    assert ROWS[name]["executors"].split(", ") == [kind for kind, yes in runs.items() if yes]
+    assert cpu.refusal(arch) is None
     shown = {
         "cpu": {*tiny.LLAMAS, *ON_THE_CORE, "phi3"},  # The last in test_longrope.
         "torch": {*tiny.LLAMAS, *FURTHER, "gemma2", "gemma3_text", "qwen2_moe", "qwen3_moe"},
         "jax": {case[0] for case in ON_JAX},
     }
-    for kind, yes in runs.items():
-        assert (family in shown[kind]) == yes
+    for families in shown.values():
+        assert family in families
 
 
 OWN_LAYERS = {

@@ -52,7 +52,7 @@ def test_experts_are_the_numbers_of_transformers(tmp_path):
     for name, weight in weights.items():
         np.testing.assert_array_equal(checkpoint.tensor(name), weight)
         if ".experts." in name and name.endswith(".weight"):
-            assert checkpoint.packed(name).kind == "MXFP4"
+            assert checkpoint.grouped(name).kind == "mxfp4"
 
 
 def test_logits(tmp_path, random):
@@ -76,8 +76,8 @@ NAME = "model.layers.1.mlp.experts.down_proj"
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda t: t.pop(f"{NAME}_scales"), "down_proj_scales is missing"),
-        (lambda t: t.pop(f"{NAME}_blocks"), "down_proj_blocks is missing"),
+        (lambda t: t.pop(f"{NAME}_scales"), "down_proj has blocks; it needs blocks, scales"),
+        (lambda t: t.pop(f"{NAME}_blocks"), "down_proj has scales; it needs blocks, scales"),
         (
             lambda t: t.update({f"{NAME}_scales": t[f"{NAME}_scales"][:, 1:].contiguous()}),
             r"down_proj_scales is \[5, 63, 3\], not \[5, 64, 3\]",

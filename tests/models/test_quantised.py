@@ -1,8 +1,9 @@
 """Quantised checkpoints: every format against its definition, and damaged ones."""
 
 import json
+from base64 import b64decode
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,13 +13,15 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from forerun.build.sizing import described
 from forerun.checkpoints.folder import FolderCheckpoint
+from forerun.checkpoints.grouped import MIDDLE
+from forerun.checkpoints.mapped import TensorEntry, TensorFile
+from forerun.checkpoints.quantised.files import with_matrices
 from forerun.checkpoints.quantised.method import read_method
-from forerun.checkpoints.quantised.numbers import widened
+from forerun.checkpoints.quantised.numbers import VALUES, widened
 from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel
 from forerun.errors import ModelError
-from forerun.options.config import EngineConfig
+from forerun.executors.cpu.few_bits import kind_of
 from tests.covering import every, some_of, values
 from tests.models import packers, tiny
 
@@ -63,6 +66,8 @@ ROUND = {
     "block_name_to_quantize": "model.layers",
     "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}},
 }
+MLX = {"group_size": 32, "bits": 4, "mode": "affine"}
+MLX |= {"model.layers.9.mlp.up_proj": {"group_size": 32, "bits": 8}, "model.norm": False}
 GROUP = {"num_bits": 4, "strategy": "group", "group_size": 16}
 
 FORMATS = {
@@ -110,6 +115,18 @@ FORMATS = {
         compressed("float-quantized", type="float", strategy="block", block_structure=[32, 32]),
         lambda w: packers.float8(w, 32, 32, "weight_scale"),
     ),
+    "mlx": (MLX, packers.mlx),
+    **{
+        f"mlx-{bits}": (MLX | {"bits": bits}, partial(packers.mlx, bits=bits))
+        for bits in (2, 3, 5, 6, 8)
+    },
+    **{
+        f"mlx-{mode}": (
+            {"mode": mode, "bits": bits, "group_size": group},
+            partial(packers.mlx_floats, mode=mode),
+        )
+        for mode, bits, group in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
+    },
 }
 
 
@@ -139,6 +156,19 @@ def written(name, family):
         return {file.name: file.read_bytes() for file in folder.iterdir()}, meant
 
 
+def test_numbers_are_those_of_their_own_libraries():
+    """Arrays of recorded.json, made and widened by the libraries named there."""
+    for one in json.loads((Path(__file__).parent / "recorded.json").read_text()):
+        files = {}
+        for part, (kind, shape, text) in one["tensors"].items():
+            data, name = np.frombuffer(b64decode(text), np.uint8), f"m.{part}"
+            entry = TensorEntry(kind, tuple(shape), 0, len(data))
+            files[name] = TensorFile(Path("m"), {name: entry}, data)
+        (file,) = with_matrices(files, read_method(one["config"])).values()
+        expected = np.frombuffer(b64decode(one["float32"]), "<f4")
+        np.testing.assert_array_equal(file.floats("m.weight").ravel(), expected, one["by"])
+
+
 def rewrite(folder, change):
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -156,48 +186,61 @@ def test_matrices_are_what_their_format_says(name, tmp_path):
         assert checkpoint.packed(weight) is None
 
 
-KEPT = {
-    "gptq": 16,
-    "gptq-v2": 16,
-    "awq": 16,
-    "round": 16,
-    "round-awq": 16,
-    "packed": 16,
-    "packed-zeros": 16,
-}
-"""Formats of 4-bit integers whose groups are columns that stand together -> columns of one."""
+WIDENED = ("mlx-6", "mlx-8", "mlx-nvfp4")
+"""Formats that no product reads as they are."""
+
+
+def scales_as_halves(scales):
+    return scales is None or np.array_equal(scales, scales.astype(np.float16))
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_four_bit_integers_are_the_matrix(name, tmp_path):
+def test_numbers_by_group_are_the_matrix(name, tmp_path):
     folder, meant = made(tmp_path, name)
     checkpoint = FolderCheckpoint(folder)
     for weight, numbers in meant.items():
-        group = checkpoint.four_bit_group(weight)
-        assert group == (numbers.shape[1] if name == "gptq-channel" else KEPT.get(name, 0))
-        if group:
-            packed = checkpoint.four_bits(weight)
-            assert packed.group == group
-            zeros, scales = (np.repeat(part, group, 1) for part in (packed.zeros, packed.scales))
-            made_of = (packed.numbers.astype(np.float32) - zeros) * scales.astype(np.float32)
-            np.testing.assert_array_equal(made_of, numbers)
+        grouped = checkpoint.grouped(weight)
+        if name in WIDENED:
+            assert grouped is None
+            continue
+        assert grouped.shape == numbers.shape
+        parts = grouped.read(slice(0, len(numbers)))
+        means = VALUES.get(grouped.kind.removeprefix("mx"))
+        wide = parts.numbers if means is None else means[parts.numbers]
+        groups = np.arange(numbers.shape[1]) // grouped.group
+        middle = MIDDLE if grouped.kind == "int4" and not grouped.offsets else 0
+        zeros = middle if parts.zeros is None else parts.zeros
+        zeros = np.broadcast_to(np.float32(zeros), parts.scales.shape)[:, groups]
+        made_of = (wide.astype(np.float32) - zeros) * parts.scales[:, groups]
+        if grouped.offsets:
+            made_of += parts.offsets[:, groups]
+        if grouped.order is not None:
+            made_of[:, grouped.order] = made_of.copy()
+        np.testing.assert_array_equal(made_of, numbers)
+        exact = scales_as_halves(parts.scales) and scales_as_halves(parts.offsets)
+        assert grouped.halves() == exact
+    assert checkpoint.grouped("model.embed_tokens.weight") is None
 
 
-def test_scales_that_are_no_halves_are_not_kept(tmp_path):
+def test_scales_that_are_no_halves_are_rounded_and_said_to_be(tmp_path):
     folder, _ = made(tmp_path, "awq")
     name = "model.layers.0.mlp.up_proj"
-    assert FolderCheckpoint(folder).four_bit_group(f"{name}.weight") == 16
 
-    def change(tensors):
-        scales = tensors[f"{name}.scales"].float()
-        scales[1, 2] *= 1.0001
-        tensors[f"{name}.scales"] = scales
+    def change(factor, tensors):
+        tensors[f"{name}.scales"] = tensors[f"{name}.scales"].float() * factor
 
-    rewrite(folder, change)
-    checkpoint = FolderCheckpoint(folder)
-    assert checkpoint.four_bit_group(f"{name}.weight") == 0
-    assert checkpoint.four_bit_group("model.layers.1.mlp.up_proj.weight") == 16
-    assert checkpoint.four_bit_group("model.embed_tokens.weight") == 0
+    for factor, halves, kind in (
+        (1.0, True, "4-bit integers in groups below 128"),
+        (1.0001, False, "4-bit integers in groups below 128, scales made float16"),
+        (1e10, None, "few bits"),
+    ):
+        rewrite(folder, partial(change, factor))
+        grouped = FolderCheckpoint(folder).grouped(f"{name}.weight")
+        assert grouped.halves() is halves
+        assert kind_of(replace(grouped, group=32)) == kind
+    rewrite(folder, partial(change, np.nan))
+    with pytest.raises(ModelError, match=r"mlp.up_proj.scales holds NaN or infinity; the file is"):
+        FolderCheckpoint(folder).tensor(f"{name}.weight")
 
 
 class Watched(np.ndarray):
@@ -421,7 +464,10 @@ REFUSED = {
     "unknown": (FP8 | {"rotate": True}, "quantization_config.rotate = True"),
     "nvfp4": (compressed("nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'; of"),
     "six bits": (compressed("pack-quantized", num_bits=6), "num_bits is 6; it must be 8, or 4"),
-    "mlx": ({"bits": 4, "group_size": 64}, "made for MLX, which is not read here; these are: fp8"),
+    "mlx's seven": ({"bits": 7, "group_size": 64}, r"bits is \[7, 64\]; it must be one of"),
+    "mlx's mode": (MLX | {"mode": "mx"}, "quantization.mode is 'mx'; it must be affine, mxfp4,"),
+    "mlx's module": (MLX | {"model.layers.1": 4}, "model.layers.1 is 4; it must be true, false or"),
+    "mlx's key": (MLX | {"rotate": 4}, "quantization.rotate is 4; it must be true, false or"),
     "no object": ("fp8", "quantization_config is 'fp8', not an object"),
     "a block of one": (FP8 | {"weight_block_size": [128]}, "two sizes, rows and columns"),
     "no group size": (compressed("int-quantized", strategy="group"), "strategy is 'group'"),
@@ -437,18 +483,3 @@ def test_what_is_not_read_is_refused_with_what_to_do(what, tmp_path):
     with pytest.raises(ModelError, match=message) as refused:
         FolderCheckpoint(folder)
     assert what in ("no object", "plain") or str(refused.value).endswith("or a GGUF file of it")
-
-
-@pytest.mark.parametrize("weights", [True, False])
-@pytest.mark.parametrize("both", [True, False])
-def test_a_checkpoint_made_for_mlx_is_named_and_so_by_plan(weights, both, tmp_path):
-    """Its numbers are in `quantization`, mostly in `quantization_config` too."""
-    folder = tiny.save_folder(tiny.model("llama"), tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    numbers = {"group_size": 64, "bits": 4}
-    config |= {"quantization": numbers} | ({"quantization_config": numbers} if both else {})
-    (folder / "config.json").write_text(json.dumps(config))
-    if not weights:
-        (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"made for MLX.* these are: fp8 .* a GGUF file of it"):
-        described(EngineConfig(model=str(folder)))

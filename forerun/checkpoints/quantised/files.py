@@ -1,5 +1,6 @@
 """Presents a folder's tensors with every quantised matrix as one tensor `NAME.weight`."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forerun.checkpoints.grouped import Grouped
-from forerun.checkpoints.mapped import FourBits, Packed, TensorEntry, TensorFile
-from forerun.checkpoints.quantised.fp4 import with_experts
-from forerun.checkpoints.quantised.grouped import four_bit_group, four_bits, grouped
+from forerun.checkpoints.mapped import Packed, TensorEntry, TensorFile
+from forerun.checkpoints.quantised.grouped import grouped
 from forerun.checkpoints.quantised.matrices import PARTS, StoredMatrix, stored_matrix
 from forerun.checkpoints.quantised.method import Method
 from forerun.errors import ModelError
@@ -23,6 +23,8 @@ _OF_ACTIVATIONS = re.compile(
     r".*\.(input_scale|input_global_scale|activation_scale|output_scale|[kv]_scale|kv_scale)"
 )
 """Scales of activations, keys and values, which are not quantised here."""
+_BLOCKS = re.compile("_(blocks|scales)$")
+"""The end of the names of gpt-oss's experts, which are no modules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,8 @@ class QuantisedFile(TensorFile):
     matrices: Mapping[str, StoredMatrix] = field(default_factory=dict)
 
     def floats(self, name: str) -> Floats:
-        """Return the matrix float32[N,K]. Raises KeyError for an unknown name, ModelError as
-        StoredMatrix.floats.
+        """Return the matrix float32[N,K], or those of all experts float32[experts,N,K]. Raises
+        KeyError for an unknown name, ModelError as StoredMatrix.floats.
         """
         return self.matrices[name].floats()
 
@@ -45,16 +47,6 @@ class QuantisedFile(TensorFile):
         Raises as `floats`, as do the methods below.
         """
         return self.matrices[name].part(rows, columns)
-
-    def four_bit_group(self, name: str) -> int:
-        """Return how many columns share a scale, if float32 represents the 4-bit matrix exactly;
-        else 0.
-        """
-        return four_bit_group(self.matrices[name])
-
-    def four_bits(self, name: str) -> FourBits:
-        """Return the matrix in four bits; only if `four_bit_group` is not 0."""
-        return four_bits(self.matrices[name])
 
     def grouped(self, name: str) -> Grouped | None:
         """Return the quantised matrix with its scales by group; None if it has another format."""
@@ -66,7 +58,8 @@ class QuantisedFile(TensorFile):
 
     def rows(self, name: str) -> NDArray[np.uint8]:
         """Return uint8[N,4K], the bytes of the matrix as float32. Raises as `floats`."""
-        return self.floats(name).view(np.uint8)
+        whole = self.floats(name)
+        return whole.reshape(-1, whole.shape[-1]).view(np.uint8)
 
 
 def with_matrices(
@@ -83,13 +76,12 @@ def with_matrices(
     """
     if not methods:
         return dict(files)
-    if methods[0].layout == "mxfp4":
-        return with_experts(files)
     known = {part for method in methods for group in PARTS[method.layout] for part in group}
+    blocks = any(method.layout == "blocks" for method in methods)
     plain: dict[str, TensorFile] = {}
     modules: dict[str, dict[str, tuple[TensorFile, str]]] = {}
     for name, file in files.items():
-        module, _, part = name.rpartition(".")
+        module, _, part = (_BLOCKS.sub(r".\1", name) if blocks else name).rpartition(".")
         if _OF_ACTIVATIONS.fullmatch(name):
             continue
         if part not in known or _plain(files, module, part):
@@ -99,7 +91,7 @@ def with_matrices(
     if not modules:
         raise ModelError(
             "config.json says that weights are quantised "
-            f"({methods[0].title}), and no tensor is: remove quantization_config if that is so"
+            f"({methods[0].title}), and no tensor is: remove {methods[0].key} if that is so"
         )
     return plain | _collected(modules, methods)
 
@@ -121,7 +113,7 @@ def _collected(
     collected: dict[str, TensorFile] = {}
     for file, matrices in by_file.values():
         tensors = {
-            name: TensorEntry(QUANTISED, matrix.shape, 0, 4 * matrix.shape[0] * matrix.shape[1])
+            name: TensorEntry(QUANTISED, matrix.whole, 0, 4 * math.prod(matrix.whole))
             for name, matrix in matrices.items()
         }
         one = QuantisedFile(file.path, tensors, file.data[:0], matrices)

@@ -1,14 +1,14 @@
 """Reads `quantization_config` of a config.json: the storage method of the matrices."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from forerun.errors import ModelError
 from forerun.networks.keys import Keys, shown
 
-Layout = Literal["float8", "gptq", "awq", "packed", "int8", "mxfp4"]
+Layout = Literal["float8", "gptq", "awq", "packed", "int8", "blocks", "mlx"]
 """The layout of a matrix in its file: see `matrices`."""
 
 READ = (
@@ -20,7 +20,12 @@ READ = (
     "modelopt (FP8)",
     "auto-round (packed as gptq or awq)",
     "fbgemm_fp8",
+    "MLX (affine of 2 to 8 bits, mxfp4, mxfp8, nvfp4)",
 )
+
+
+Numbers = Literal["integers", "float8", "fp4"]
+Scale = Literal["", "E8M0", "E4M3"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,9 @@ class Method:
     rows       rows that share a scale: 1, a block's, or 0 = all of them
     zeros      there are zero points
     minus_one  zero points are stored minus one (GPTQ's first format)
+    numbers    what the numbers of a matrix are
+    scale      what the bytes of scales are; "" = they are stored as floats
+    modules    those that it applies to; () = all that no other method names
     """
 
     title: str
@@ -43,6 +51,19 @@ class Method:
     rows: int = 1
     zeros: bool = False
     minus_one: bool = False
+    numbers: Numbers = "integers"
+    scale: Scale = ""
+    modules: tuple[str, ...] = ()
+
+    @property
+    def offsets(self) -> bool:
+        """Whether groups have offsets."""
+        return self.layout == "mlx" and not self.scale
+
+    @property
+    def key(self) -> str:
+        """The key of config.json that describes it."""
+        return "quantization" if self.layout == "mlx" else "quantization_config"
 
 
 def read_method(config: Mapping[str, Any]) -> tuple[Method, ...]:
@@ -51,13 +72,15 @@ def read_method(config: Mapping[str, Any]) -> tuple[Method, ...]:
     naming the key that is not supported, or the supported methods.
     """
     settings = config.get("quantization_config")
-    _refuse_mlx(settings or config.get("quantization"))
+    for own in (config.get("quantization"), settings):
+        # MLX's: an object with `bits` and no method, mostly under both names.
+        if isinstance(own, dict) and "bits" in own and "quant_method" not in own:
+            return _read(_mlx, own, "quantization")
     if settings is None:
         return ()
     if not isinstance(settings, dict):
         raise ModelError(f"config.json: quantization_config is {shown(settings)}, not an object")
-    keys = Keys(settings, "config.json: quantization_config.")
-    name = keys.text("quant_method")
+    name = Keys(settings, "config.json: quantization_config.").text("quant_method")
     readers = {
         "fp8": _float8,
         "gptq": _gptq,
@@ -74,21 +97,21 @@ def read_method(config: Mapping[str, Any]) -> tuple[Method, ...]:
             f"config.json: quantization_config.quant_method is {shown(name)}, which is not read "
             f"here; these are: {', '.join(READ)}. Take one of these, or {_OTHERWISE}"
         )
+    return _read(readers[name], settings, "quantization_config")
+
+
+def _read(
+    read: Callable[[Keys], tuple[Method, ...]], settings: Mapping[str, Any], place: str
+) -> tuple[Method, ...]:
+    """Return the methods that a reader finds in the settings, all of which must be read."""
+    keys = Keys(settings, f"config.json: {place}.")
     try:
-        methods = readers[name](keys)
+        keys.get("quant_method")
+        methods = read(keys)
         keys.refuse_the_rest(_harmless)
     except ModelError as error:
         raise ModelError(f"{error}. Take {_OTHERWISE}") from error
     return methods
-
-
-def _refuse_mlx(settings: Any) -> None:
-    """MLX's numbers are an object with `bits` and no method, in `quantization`, mostly in both."""
-    if isinstance(settings, dict) and "bits" in settings and "quant_method" not in settings:
-        raise ModelError(
-            f"config.json: quantization is {shown(settings)}: a checkpoint made for MLX, which is "
-            f"not read here; these are: {', '.join(READ)}. Take one of these, or {_OTHERWISE}"
-        )
 
 
 _OTHERWISE = "the model's unquantised checkpoint, or a GGUF file of it"
@@ -134,9 +157,13 @@ def _float8(keys: Keys) -> tuple[Method, ...]:
     keys.require("expert_dtype", "fp8")
     block = keys.get("weight_block_size")
     if block is None:
-        return (Method("float8, one scale for a matrix", "float8", 8, 0, 0),)
+        return (Method("float8, one scale for a matrix", "float8", 8, 0, 0, numbers="float8"),)
     rows, columns = _block(keys, "weight_block_size", block)
-    return (Method(f"float8 in blocks of {rows} x {columns}", "float8", 8, columns, rows),)
+    return (
+        Method(
+            f"float8 in blocks of {rows} x {columns}", "float8", 8, columns, rows, numbers="float8"
+        ),
+    )
 
 
 _E4M3 = ("e4m3", "float8_e4m3fn")
@@ -189,7 +216,57 @@ def _awq(keys: Keys) -> tuple[Method, ...]:
 
 def _mxfp4(keys: Keys) -> tuple[Method, ...]:
     """Return the method of gpt-oss's experts; its other matrices are floats."""
-    return (Method("MXFP4, floats of 4 bits in groups of 32", "mxfp4", 4, 32),)
+    title = "MXFP4, floats of 4 bits in groups of 32"
+    return (Method(title, "blocks", 4, 32, numbers="fp4", scale="E8M0"),)
+
+
+_MLX_BITS = (2, 3, 4, 5, 6, 8)
+_MLX_FLOATS: dict[str, tuple[int, int, Numbers, Scale]] = {
+    "mxfp4": (4, 32, "fp4", "E8M0"),
+    "mxfp8": (8, 32, "float8", "E8M0"),
+    "nvfp4": (4, 16, "fp4", "E4M3"),
+}
+"""MLX's modes of floats -> bits, columns of a group, numbers and scales."""
+
+
+def without_wrapper(name: str) -> str:
+    """Return a name of a multimodal checkpoint's language model as one that was saved alone."""
+    wrapped = name.startswith(("language_model.", "model.language_model."))
+    return name.replace("language_model.", "", 1) if wrapped else name
+
+
+def _mlx(keys: Keys) -> tuple[Method, ...]:
+    """Return the methods of MLX: one for all modules, and others for modules by name."""
+    modules: dict[Method, list[str]] = {_mlx_method(keys): []}
+    for name in keys.unread():
+        own = keys.get(name)
+        if isinstance(own, dict) and "bits" in own:
+            each = Keys(own, f"{keys.prefix}{name}.")
+            modules.setdefault(_mlx_method(each), []).append(without_wrapper(name))
+            each.refuse_the_rest(_harmless)
+        elif not isinstance(own, bool) and not _harmless(name, own):
+            raise keys.unfit(name, own, "true, false or an object with bits, if it is a module")
+    first, *others = modules.items()
+    named = tuple(replace(method, modules=tuple(names)) for method, names in others)
+    return first[0], *named, *((replace(first[0], modules=tuple(first[1])),) if first[1] else ())
+
+
+def _mlx_method(keys: Keys) -> Method:
+    mode, bits = keys.text("mode", "affine"), keys.integer("bits")
+    if mode == "affine":
+        group = keys.integer("group_size", 64)
+        if bits not in _MLX_BITS or group not in (32, 64, 128):
+            raise keys.unfit(
+                "bits", [bits, group], f"one of {_MLX_BITS} with group_size 32, 64 or 128"
+            )
+        return Method(f"MLX, {bits} bits in groups of {group}", "mlx", bits, group)
+    if mode not in _MLX_FLOATS:
+        raise keys.unfit("mode", mode, f"affine, {', '.join(_MLX_FLOATS)}")
+    expected, group, numbers, scale = _MLX_FLOATS[mode]
+    keys.require("bits", expected)
+    keys.require("group_size", group)
+    title = f"MLX, {mode} in groups of {group}"
+    return Method(title, "mlx", bits, group, numbers=numbers, scale=scale)
 
 
 _FP8_ROWS = {"FP8": 0, "FP8_PER_CHANNEL_PER_TOKEN": 1}
@@ -204,13 +281,13 @@ def _modelopt(keys: Keys) -> tuple[Method, ...]:
         keys.get(name)
     rows = _FP8_ROWS[algorithm]
     how = "a scale per row" if rows else "one scale for a matrix"
-    return (Method(f"ModelOpt, float8, {how}", "float8", 8, 0, rows),)
+    return (Method(f"ModelOpt, float8, {how}", "float8", 8, 0, rows, numbers="float8"),)
 
 
 def _fbgemm(keys: Keys) -> tuple[Method, ...]:
     """Return the method of Meta's Llama 3.1 in float8: a scale per row."""
     keys.get("activation_scale_ub")
-    return (Method("float8, a scale per row", "float8", 8, 0, 1),)
+    return (Method("float8, a scale per row", "float8", 8, 0, 1, numbers="float8"),)
 
 
 def _auto_round(keys: Keys) -> tuple[Method, ...]:
@@ -289,7 +366,8 @@ def _compressed_group(keys: Keys, form: Any) -> Method:
     number = f"float{bits}" if kind == "float" else f"{bits}-bit integers"
     title = f"compressed-tensors, {number}, {how}"
     layout: Layout = "packed" if packed else "float8" if kind == "float" else "int8"
-    return Method(title, layout, bits, group, rows, zeros)
+    numbers: Numbers = "float8" if layout == "float8" else "integers"
+    return Method(title, layout, bits, group, rows, zeros, numbers=numbers)
 
 
 def _strategy(keys: Keys) -> tuple[int, int, str]:

@@ -1,10 +1,10 @@
 """Packs a checkpoint's tensors into the compiled core, in the formats of csrc/quant.h.
 
 The formats of _KINDS keep the file's own numbers exactly, in as many bytes; so do those of
-_CONVERTED, in more bytes, and 4-bit integers in groups below 128, in 8 bits. Other quantised
-formats become 8 bits in groups of 32: symmetric, scale = largest / 127 as a float16, rounded to
-nearest. If `dtype` requests it, floats become the same, or 4 bits (16 steps from a group's smallest
-number to its largest), or Q4_K by ggml's rule (csrc/make_q4_k.cpp).
+_CONVERTED, in more bytes, and those of few_bits.py. Other quantised formats become 8 bits in groups
+of 32: symmetric, scale = largest / 127 as a float16, rounded to nearest. If `dtype` requests it,
+floats become the same, or 4 bits (16 steps from a group's smallest number to its largest), or Q4_K
+by ggml's rule (csrc/make_q4_k.cpp).
 """
 
 import ctypes
@@ -14,13 +14,22 @@ from math import ceil, prod
 
 import numpy as np
 
-from forerun.checkpoints.checkpoint import Checkpoint, InFourBits
+from forerun.checkpoints.checkpoint import Checkpoint
+from forerun.checkpoints.grouped import Grouped
 from forerun.checkpoints.mapped import release
+from forerun.checkpoints.quantised_matrices import InGroups
 from forerun.drafts.block_folder import BlockFile
 from forerun.drafts.eagle_folder import DraftFile
 from forerun.errors import ModelError
 from forerun.executors.cpu import native
-from forerun.executors.cpu.few_bits import TILE, check_fp4, rows_of_bytes, rows_of_tiles
+from forerun.executors.cpu.few_bits import (
+    FEW_BITS,
+    ROUNDED,
+    SMALL,
+    check_fp4,
+    kind_of,
+    source_rows,
+)
 from forerun.executors.cpu.latent import ABSORBED, absorbed, in_kind
 from forerun.executors.cpu.levels import LEVELS, TERNARY, rows_of_levels, rows_of_q4_0
 from forerun.executors.cpu.places import Place, layer_kind, matrices, routes, vectors
@@ -52,10 +61,7 @@ _CONVERTED = {kind: (17 if len(levels) > 8 else 18, 256, 166) for kind, levels i
 _CONVERTED |= dict.fromkeys(TERNARY, _KINDS["Q4_0"])
 """The same of types whose blocks are converted to those of another source first (levels.py)."""
 _KINDS |= _CONVERTED
-_INT4 = "4-bit integers"
-"""One scale and zero point for 128 inputs, or a multiple of that (GPTQ, AWQ)."""
-_SMALL_INT4 = "4-bit integers in groups below 128"
-"""Stored as 8 bits with the same values."""
+_KINDS |= {kind: _KINDS[source] for kind, source in FEW_BITS.items()}
 _FLOATS = ("F32", "F16", "BF16")
 BYTES = 2
 """`Format` of 8 bits in groups of 32."""
@@ -70,14 +76,13 @@ _HEAD = (-1, 1)
 
 
 def _kind(checkpoint: Checkpoint, name: str) -> str:
-    """Return the storage format of a matrix, by ggml's name; "few bits" if ggml has none."""
+    """Return the storage format of a matrix, by ggml's name or as `kind_of`."""
     packed = checkpoint.packed(f"{name}.weight")
-    if packed is not None:
-        return packed.kind
-    group = 0
-    if isinstance(checkpoint, InFourBits):
-        group = checkpoint.four_bit_group(f"{name}.weight")
-    return "few bits" if not group or group % 32 else _SMALL_INT4 if group % TILE else _INT4
+    return kind_of(_grouped(checkpoint, f"{name}.weight")) if packed is None else packed.kind
+
+
+def _grouped(checkpoint: Checkpoint, name: str) -> Grouped | None:
+    return checkpoint.grouped(name) if isinstance(checkpoint, InGroups) else None
 
 
 def _stored_kinds(checkpoint: Checkpoint) -> set[str]:
@@ -159,12 +164,14 @@ def sentence(checkpoint: Checkpoint, dtype: str) -> str:
     if parts and _some_become_bytes(checkpoint, dtype):
         parts += [f"q8_0 where inputs are no multiple of {_WHOLE_BLOCKS[dtype]}"]
     parts += ["embedding and output head made q8_0"] if parts and dtype != "q8_0" else []
-    unchanged = sorted(kinds & _KINDS.keys() - (names.keys() if parts else set()))
+    small = {kind for kind in kinds if kind.startswith(SMALL)}
+    rounded = {kind for kind in kinds if kind.endswith(ROUNDED)} - small
+    unchanged = sorted(kinds & _KINDS.keys() - small - (names.keys() if parts else set()))
     parts += [f"{', '.join(unchanged)} as in the file"] if unchanged else []
-    other = kinds - _KINDS.keys()
-    same = other & {_SMALL_INT4}
-    parts += [f"{', '.join(sorted(other - same))} made q8_0"] if other - same else []
-    parts += [f"{', '.join(sorted(same))} as the same numbers in 8 bits"] if same else []
+    parts += [f"{kind} where float16 has not all of them" for kind in sorted(rounded)]
+    other = sorted(kinds - _KINDS.keys() - small - rounded)
+    parts += [f"{', '.join(other)} made q8_0"] if other else []
+    parts += [f"{kind} as the same numbers in 8 bits" for kind in sorted(small)]
     return f"weights {', '.join(parts)}, activations 8 bits in groups of 32"
 
 
@@ -269,7 +276,8 @@ class Packer:
         """Return the `Format` for a matrix stored as `kind`. Routers keep their precision: fewer
         bits would select other experts at nearly equal scores.
         """
-        if kind not in _KINDS:
+        kind = kind.removesuffix(ROUNDED)
+        if kind not in _KINDS or (kind in FEW_BITS and routes(place)):
             return WIDE if routes(place) else BYTES
         if kind in _FLOATS and not routes(place) and self._dtype in QUANTIZED:
             inputs = self._checkpoint.shape(f"{place.name}.weight")[1]
@@ -317,12 +325,12 @@ class Packer:
             if kind in TERNARY:
                 rows = rows_of_q4_0(kind, rows)
             return kind, rows
-        if kind == _INT4 or (kind == _SMALL_INT4 and not routes(place)):
-            assert isinstance(self._checkpoint, InFourBits)
-            matrix = self._checkpoint.four_bits(name)
-            return (
-                (kind, rows_of_tiles(matrix)) if kind == _INT4 else ("Q8_0", rows_of_bytes(matrix))
-            )
+        matrix = _grouped(self._checkpoint, name)
+        if kind.removesuffix(ROUNDED) in FEW_BITS and not routes(place) and matrix is not None:
+            source, rows = source_rows(kind, matrix)
+            if source == "MXFP4":
+                check_fp4(rows, name)
+            return source, rows
         return "F32", np.ascontiguousarray(self._checkpoint.tensor(name), "<f4")
 
     def _vector(self, name: str, arch: Architecture) -> Floats:
