@@ -21,10 +21,8 @@ from forerun.types import RequestId
 class Sink(Protocol):
     """Receives the deltas of a request, on the event loop."""
 
-    def put(self, delta: Delta) -> None:
-        """Receive the next delta of a choice, in order. The last of each choice has `finish`
-        set.
-        """
+    def put(self, deltas: list[Delta]) -> None:
+        """Receive the next deltas, in order. The last of each choice has `finish` set."""
         ...
 
     def fail(self, error: ForerunError) -> None:
@@ -146,18 +144,20 @@ class Sinks:
             sink.fail(error)
 
     def deliver(self, deltas: Iterable[Delta]) -> None:
-        """Pass deltas to their requests' sinks, in order; a request is removed at the end of its
-        last choice. Deltas of unknown requests are dropped.
+        """Pass deltas to their requests' sinks, in order, all of a sink at once; a request is
+        removed at the end of its last choice. Deltas of unknown requests are dropped.
         """
+        news: dict[Sink, list[Delta]] = {}
         for delta in deltas:
             sink, left = self._open.get(delta.request, (None, 0))
-            if sink is None:
-                continue
-            if delta.finish is not None and left == 1:
-                del self._open[delta.request]
-            elif delta.finish is not None:
+            if sink is not None:
+                news.setdefault(sink, []).append(delta)
+            if delta.finish is not None and left <= 1:
+                self._open.pop(delta.request, None)
+            elif sink is not None and delta.finish is not None:
                 self._open[delta.request] = (sink, left - 1)
-            sink.put(delta)
+        for sink, own in news.items():
+            sink.put(own)
 
     def fail(self, error: ForerunError) -> None:
         """Fail the sink of every open request with `error`, and remove the requests."""

@@ -9,8 +9,8 @@ import signal
 import subprocess
 import threading
 import weakref
-from asyncio import Future, StreamReader, StreamWriter
-from collections.abc import Callable
+from asyncio import Future, Transport
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,7 +23,7 @@ from forerun.client.engine_client import Constraint, Sink, Sinks, call_soon
 from forerun.client.engine_start import EngineProgram, EngineStart
 from forerun.client.engine_worker import BEAT_SECONDS
 from forerun.constrain.grammar import Grammar
-from forerun.engine.request import Request
+from forerun.engine.request import Delta, Request
 from forerun.engine.stats import Stats
 from forerun.errors import EngineError, EngineLostError, ForerunError, RankError, RequestError
 from forerun.options.config import EngineConfig
@@ -83,15 +83,13 @@ class EngineProcess:
     def __init__(
         self,
         process: "subprocess.Popen[bytes]",
-        reader: StreamReader,
-        writer: StreamWriter,
         loading: Callable[[str], None],
         shares: bool,
     ) -> None:
         self.pid = process.pid
         self.lost = asyncio.Event()
         self.loss: EngineError | None = None
-        self._process, self._writer = process, writer
+        self._process = process
         self._sinks = Sinks()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count()
@@ -99,11 +97,12 @@ class EngineProcess:
         self._heard = monotonic()
         self._closing, self._loading = False, loading
         self._loop = asyncio.get_running_loop()
+        self._connection = _Connection(self._hear)
         self._ready: asyncio.Future[messages.Ready] = self._loop.create_future()
         self._ended: asyncio.Future[int] = self._loop.create_future()
         waiting = (self._wait, "forerun-engine-ends", (shares,))
         threading.Thread(None, *waiting, daemon=True).start()
-        self._reading = self._loop.create_task(self._read(reader))
+        self._watching = self._loop.create_task(self._watch())
         self.last_stats: Stats
         self._about: dict[str, Any] = {}
 
@@ -121,9 +120,9 @@ class EngineProcess:
             begun = EngineStart(start.program.command)
             begun.send(messages.encode(messages.Start(start.config, start.program.options)))
         process, connection = begun.take()
-        reader, writer = await asyncio.open_connection(sock=connection)
         # Others that share the model wait for it within a step, and their clients with them.
-        client = cls(process, reader, writer, loading, shares=start.config.tp_size > 1)
+        client = cls(process, loading, shares=start.config.tp_size > 1)
+        await client._loop.create_connection(lambda: client._connection, sock=connection)
         try:
             ready = await asyncio.shield(client._ready)
             await client._description()
@@ -214,9 +213,8 @@ class EngineProcess:
         self._closing = True
         self._send(messages.Shutdown())
         killing = self._loop.call_later(CLOSE_SECONDS, self._kill)
-        await asyncio.shield(self._reading)
+        await asyncio.shield(self._watching)
         killing.cancel()
-        self._writer.close()
 
     def _kill(self) -> None:
         if self._process.returncode is None:
@@ -251,27 +249,34 @@ class EngineProcess:
 
     def _send(self, message: messages.ToEngine) -> None:
         """Send a message. Raises UnicodeEncodeError for text that is not valid Unicode."""
-        data = messages.encode(message)
-        if not self._writer.is_closing():
-            self._writer.write(len(data).to_bytes(4) + data)
+        self._connection.send(messages.frame(message))
 
-    async def _read(self, reader: StreamReader) -> None:
-        """Handle the process's messages until it ends."""
-        with suppress(asyncio.IncompleteReadError, OSError):
-            while True:
-                size = int.from_bytes(await reader.readexactly(4))
-                self._hear(messages.from_engine(await reader.readexactly(size)))
+    async def _watch(self) -> None:
+        """Wait until the process has ended, and kill one that closed its connection and does not
+        end.
+        """
+        await self._connection.lost
         killing = self._loop.call_later(CLOSE_SECONDS, self._kill)
         stopped = await self._ended
         killing.cancel()
         self._lose(self._process.returncode, stopped)
 
-    def _hear(self, message: messages.FromEngine) -> None:
+    def _hear(self, heard: Sequence[messages.FromEngine]) -> None:
+        """Handle messages of the process. Deltas that arrived together are delivered together."""
         self._heard = monotonic()
+        news: list[Delta] = []
+        for message in heard:
+            if isinstance(message, messages.Deltas):
+                self._condition = message.condition
+                news += message.deltas
+            else:
+                self._sinks.deliver(news)
+                news = []
+                self._answer(message)
+        self._sinks.deliver(news)
+
+    def _answer(self, message: messages.FromEngine) -> None:
         match message:
-            case messages.Deltas(deltas, condition):
-                self._condition = condition
-                self._sinks.deliver(deltas)
             case messages.Refused(request, problem):
                 self._sinks.drop(request, _ours(problem.error()))
             case messages.Compiled(call):
@@ -311,6 +316,47 @@ class EngineProcess:
         if not self._closing and self.loss is None:
             self.loss = loss
             self.lost.set()
+
+
+class _Connection(asyncio.Protocol):
+    """The connection to the process. `hear` is called with all messages that have arrived.
+
+    lost  done when the connection is closed
+    """
+
+    _transport: Transport
+
+    def __init__(self, hear: Callable[[Sequence[messages.FromEngine]], None]) -> None:
+        self.lost: Future[None] = asyncio.get_running_loop().create_future()
+        self._hear = hear
+        self._unread = bytearray()
+
+    def send(self, data: bytes) -> None:
+        """Send a frame, unless the connection is closed."""
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        """See asyncio.Protocol."""
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        """See asyncio.Protocol."""
+        unread, begin = self._unread, 0
+        unread += data
+        heard = []
+        while len(unread) - begin >= 4:
+            end = begin + 4 + int.from_bytes(unread[begin : begin + 4])
+            if len(unread) < end:
+                break
+            heard.append(messages.from_engine(unread[begin + 4 : end]))
+            begin = end
+        del unread[:begin]
+        self._hear(heard)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See asyncio.Protocol."""
+        self.lost.set_result(None)
 
 
 def _settle(future: Future[Any] | None, settle: Callable[[Future[Any]], None]) -> None:

@@ -1,19 +1,22 @@
 """An engine in a process of its own: the engine's side.
 
-Its threads: the engine's own; a receiver, which handles every message without blocking; a sender,
-so that the engine never waits for a slow reader; and those that compile grammars.
+Its threads: the engine's own; a receiver, which handles every message without blocking; a sender
+of what a slow reader leaves in the way, so that the engine never waits for it; and those that
+compile grammars.
 """
 
 import logging
 import os
 import signal
+import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
-from queue import Empty, SimpleQueue
+from time import monotonic
 
 from forerun.build.engine import Loaded
 from forerun.build.executor_entry import Progress
@@ -25,7 +28,7 @@ from forerun.engine.thread import Engine
 from forerun.errors import EngineError, ForerunError, RankError, unusable
 
 BEAT_SECONDS = 0.5
-"""Seconds between two heartbeats while there are no deltas."""
+"""Seconds between two heartbeats."""
 
 FAILED, NOT_LOADED, SERVER_GONE = 1, 3, 7
 """Exit codes: FAILED, a thread failed; NOT_LOADED, the model cannot be loaded (the server reports
@@ -62,7 +65,8 @@ def run(fd: int, load: Load) -> int:
     except (EOFError, OSError):
         return SERVER_GONE
     assert isinstance(start, messages.Start)
-    worker = _Worker(connection)
+    outbox = Outbox(connection.fileno())
+    worker = _Worker(connection, outbox)
     threading.Thread(target=worker.receive, name="forerun-receive", daemon=True).start()
     try:
         loaded, facts = load(start, _progress(connection))
@@ -116,12 +120,70 @@ def _problem(error: Exception, what: str) -> messages.Problem:
     return messages.Problem.of(EngineError(f"{type(error).__name__}: {error}"))
 
 
+class Outbox:
+    """Messages to the server. The thread that puts one sends what its socket has room for, and so
+    wakes no other thread; `flush` sends the rest.
+
+    fd  the socket's file descriptor
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=os.dup(fd))
+        self._changed = threading.Condition()
+        self._unsent: deque[bytes] = deque()
+        self._closed = False
+
+    def put(self, message: messages.FromEngine) -> None:
+        """Send a message, or queue it behind those that the server has not read; never blocks. Does
+        nothing if the server is gone: the receiving thread ends the process.
+        """
+        data = messages.frame(message)
+        with self._changed:
+            if not self._unsent:
+                data = data[self._send(data) :]
+            if data:
+                self._unsent.append(data)
+                self._changed.notify()
+
+    def flush(self, seconds: float) -> bool:
+        """Send queued messages for `seconds`, and longer while the server does not read. Returns
+        False once all are sent after `close`. Raises OSError if the server is gone.
+        """
+        until = monotonic() + seconds
+        while True:
+            with self._changed:
+                ready = lambda: self._unsent or self._closed  # noqa: E731
+                if not self._changed.wait_for(ready, until - monotonic()):
+                    return True
+                if not self._unsent:
+                    return False
+                data = self._unsent[0]  # Stays there: what is put meanwhile comes behind it.
+            self._socket.sendall(data)
+            with self._changed:
+                self._unsent.popleft()
+
+    def close(self) -> None:
+        """Have `flush` return False once all messages are sent."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _send(self, data: bytes) -> int:
+        """Return the number of bytes for which there was room."""
+        try:
+            return self._socket.send(data, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return len(data)
+
+
 class _Worker:
     """The engine and its connection."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, outbox: Outbox) -> None:
         self._connection = connection
-        self._outbox: SimpleQueue[list[Delta] | messages.FromEngine | None] = SimpleQueue()
+        self._outbox = outbox
         self._news: list[Delta] = []
         self._grammars: dict[int, CompiledGrammar | None] = {}
         self._compiling = ThreadPoolExecutor(MAX_WAITING + 1, "forerun-compile")
@@ -135,7 +197,7 @@ class _Worker:
         loaded.engine.on_rank_lost(self._lost)
         if loaded.chat is not None:
             loaded.chat.close()  # The server renders.
-        self._outbox.put([])  # Report the engine's state before the first request.
+        self._report([])  # The engine's state, before the first request.
         self._outbox.put(
             messages.Ready(
                 loaded.name,
@@ -150,7 +212,7 @@ class _Worker:
         sending.start()
         self._ending.wait()
         loaded.engine.shutdown()
-        self._outbox.put(None)
+        self._outbox.close()
         sending.join()
         self._compiling.shutdown(wait=False, cancel_futures=True)
         loaded.close()
@@ -228,27 +290,20 @@ class _Worker:
         self._outbox.put(messages.Lost(messages.Problem.of(RankError(why))))
 
     def _step_done(self) -> None:
-        """Queue the deltas of a step as one message. Runs on the engine's thread."""
+        """Send the deltas of a step as one message. Runs on the engine's thread."""
         if self._news:
-            deltas = self._news.copy()
+            self._report(self._news)
             self._news.clear()
-            self._outbox.put(deltas)
 
-    def _send(self) -> None:
-        """Send queued messages until the end, and a heartbeat if there was none for
-        BEAT_SECONDS.
-        """
+    def _report(self, deltas: list[Delta]) -> None:
+        """Send deltas, possibly none, and the engine's state."""
         assert self._loaded is not None
         engine = self._loaded.engine
+        condition = messages.Condition(engine.alive, engine.fault, engine.step_began)
+        self._outbox.put(messages.Deltas(deltas, condition))
+
+    def _send(self) -> None:
+        """Send what the server did not read at once, and heartbeats, until the end."""
         with suppress(OSError):  # The server is gone: the receiving thread ends the process.
-            while True:
-                try:
-                    message = self._outbox.get(timeout=BEAT_SECONDS)
-                except Empty:
-                    message = []
-                if message is None:
-                    return
-                if isinstance(message, list):
-                    condition = messages.Condition(engine.alive, engine.fault, engine.step_began)
-                    message = messages.Deltas(message, condition)
-                self._connection.send_bytes(messages.encode(message))
+            while self._outbox.flush(BEAT_SECONDS):
+                self._report([])

@@ -170,8 +170,7 @@ class Condition(msgspec.Struct, frozen=True):
 
 
 class Deltas(msgspec.Struct, tag=True):
-    """The deltas of one step, or of several if the sender was behind; a heartbeat if there are
-    none.
+    """The deltas of one step; a heartbeat if there are none.
 
     condition  the engine's state when this was sent
     """
@@ -234,6 +233,13 @@ def _array(kind: Any, value: Any) -> Ints:
 
 encode = msgspec.msgpack.Encoder(enc_hook=_plain).encode
 """Encodes a message as bytes. Raises UnicodeEncodeError for a lone surrogate."""
+
+
+def frame(message: ToEngine | FromEngine) -> bytes:
+    """Return a message as it is sent. Raises as `encode`."""
+    data = encode(message)
+    return len(data).to_bytes(4) + data
+
 
 to_engine = msgspec.msgpack.Decoder[ToEngine](ToEngine, dec_hook=_array).decode
 from_engine = msgspec.msgpack.Decoder[FromEngine](FromEngine, dec_hook=_array).decode

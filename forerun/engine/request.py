@@ -130,7 +130,7 @@ class SpeculationStats:
     predicted: tuple[int, int] = (0, 0)
 
 
-class Delta(msgspec.Struct, frozen=True):
+class Delta(msgspec.Struct, frozen=True, omit_defaults=True):
     """New output of one choice of one request, in order. The last has `finish` set.
 
     text             newly final text (never half a character, never part of a stop string)

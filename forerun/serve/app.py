@@ -108,7 +108,6 @@ def _guarded(
         RequestMiddleware,
         keys=settings.api_keys,
         hosts=hosts,
-        patience=settings.send_seconds,
         traces=traces and traces.ended,
     )
 

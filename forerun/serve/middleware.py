@@ -58,7 +58,6 @@ class RequestMiddleware:
 
     keys      the API keys; empty = no key is needed
     hosts     the names that requests may use for the server
-    patience  seconds within which a client must read a part of its answer
     traces    called for every request that is logged
     """
 
@@ -67,12 +66,10 @@ class RequestMiddleware:
         app: ASGIApp,
         keys: Iterable[str],
         hosts: AllowedHosts,
-        patience: float,
         traces: Traces | None = None,
     ) -> None:
         self._app = app
         self._traces = traces
-        self._patience = patience
         self._hosts = hosts
         self._keys = tuple(key.encode() for key in keys)
 
@@ -102,10 +99,11 @@ class RequestMiddleware:
                     message["headers"].append(_ENDS)
                 ends = _ENDS in message["headers"]
             elif ends and not message.get("more_body", False):
-                await self._sent(send, {**message, "more_body": True})
+                await stamped({**message, "more_body": True})
                 await body.discard()
                 message = {"type": "http.response.body", "body": b""}
-            await self._sent(send, message)
+            for part in _pieces(message):
+                await send(part)
 
         try:
             with ExitStack() as scope["state"]["until_answered"]:
@@ -130,19 +128,6 @@ class RequestMiddleware:
         log.log(level, record.line(method, path, found), extra={FIELDS: fields})
         if self._traces is not None and not poll:
             self._traces(record, method, path, headers)
-
-    async def _sent(self, send: Send, message: Message) -> None:
-        """Send a message in parts; waits while the client's buffers are full. Raises
-        ClientGoneError if the client does not read.
-        """
-        try:
-            for part in _pieces(message):
-                async with asyncio.timeout(self._patience):
-                    await send(part)
-        except TimeoutError:
-            raise ClientGoneError(
-                f"it read nothing of the answer for {self._patience:g} s"
-            ) from None
 
     async def _pass(
         self, scope: Scope, receive: Receive, send: Send, record: RequestRecord
@@ -175,7 +160,8 @@ class RequestMiddleware:
         if len(scope["headers"]) > MOST_HEADERS:
             message = f"The request has more than {MOST_HEADERS} headers."
             raise ApiError(431, message, "too_many_headers")
-        path, host = scope["path"], Headers(scope=scope).get("host")
+        path, headers = scope["path"], Headers(scope=scope)
+        host = headers.get("host")
         if not self._hosts.admits(host):
             raise ApiError(
                 403,
@@ -185,7 +171,6 @@ class RequestMiddleware:
             )
         if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
             return
-        headers = Headers(scope=scope)
         scheme, _, given = headers.get("authorization", "").partition(" ")
         given = given if scheme.lower() == "bearer" else headers.get("x-api-key", "")
         given_key = given.strip().encode("latin-1", "replace")

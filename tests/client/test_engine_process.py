@@ -3,9 +3,13 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from dataclasses import replace
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -15,7 +19,7 @@ from forerun.client import engine_process, engine_start, messages
 from forerun.client.completion import make_request
 from forerun.client.engine_process import EngineCommand, EngineProcess
 from forerun.client.engine_start import EngineProgram, EngineStart
-from forerun.client.engine_worker import FAILED, SERVER_GONE, _Worker
+from forerun.client.engine_worker import FAILED, SERVER_GONE, Outbox, _Worker
 from forerun.constrain.grammar import Grammar
 from forerun.engine.request import Delta, Finish, SpeculationStats
 from forerun.engine.trace import DraftRow, StepTrace
@@ -60,10 +64,11 @@ class RecordingSink:
     def __init__(self):
         self.text, self.error, self.ended = "", None, asyncio.Event()
 
-    def put(self, delta):
-        self.text += delta.text
-        if delta.finish is not None:
-            self.ended.set()
+    def put(self, deltas):
+        for delta in deltas:
+            self.text += delta.text
+            if delta.finish is not None:
+                self.ended.set()
 
     def fail(self, error):
         self.error = error
@@ -293,9 +298,51 @@ for name in NAMES:
         assert subprocess.run(line, check=False, capture_output=True).returncode == code
 
 
+def test_messages_to_a_server_that_does_not_read_wait_in_order():
+    """The thread that puts them goes on at once; what there is room for arrives without another."""
+    ours, theirs = socket.socketpair()
+    news = [Delta(RequestId("one"), 0, "a" * 1000 * index) for index in range(100)]
+    with ours, theirs:
+        outbox, server = Outbox(theirs.fileno()), Connection(os.dup(ours.fileno()))
+        for delta in news:
+            outbox.put(messages.Deltas([delta], messages.Condition()))
+        assert messages.from_engine(server.recv_bytes()).deltas == news[:1]
+        outbox.close()
+        sending = threading.Thread(target=outbox.flush, args=(60.0,))
+        sending.start()
+        heard = [messages.from_engine(server.recv_bytes()).deltas[0] for _ in news[1:]]
+        sending.join()
+        assert heard == news[1:] and not outbox.flush(0.0)
+        outbox.put(messages.Deltas([], messages.Condition()))
+        assert messages.from_engine(server.recv_bytes()).deltas == []
+        server.close()
+    outbox.put(messages.Deltas([], messages.Condition()))  # The server is gone: nothing to do.
+
+
+def test_frames_are_read_in_whatever_pieces_they_come():
+    """Deltas that came together are one delivery: a server that was behind has less to write."""
+    sent = [Delta(RequestId("one"), 0, text) for text in ("a", "b", "c")]
+    data = b"".join(messages.frame(messages.Deltas([d], messages.Condition())) for d in sent)
+    data += messages.frame(messages.Loading("x", 1, 2))
+
+    async def heard(size):
+        found = []
+        connection = engine_process._Connection(found.append)
+        for at in range(0, len(data), size):
+            connection.data_received(data[at : at + size])
+        return found
+
+    for size in (1, 3, 70, len(data)):
+        found = asyncio.run(heard(size))
+        *deltas, last = [message for messages in found for message in messages]
+        assert [message.deltas for message in deltas] == [[one] for one in sent]
+        assert last.sentence() == "x, 50 %"
+        assert size < len(data) or len(found) == 1
+
+
 def test_a_grammar_of_no_sequence_is_forgotten():
     with toy_loaded() as loaded:
-        worker = _Worker(None)
+        worker = _Worker(None, SimpleQueue())
         worker._loaded = loaded
         worker._do(messages.Compile(7, Grammar.regex("a+", "regex"), "me"))
         assert isinstance(worker._outbox.get(), messages.Compiled)
@@ -311,7 +358,7 @@ def test_what_was_not_foreseen_is_an_answer_and_ends_nothing(monkeypatch):
         raise RuntimeError("dictionary changed size during iteration")
 
     with toy_loaded() as loaded:
-        worker = _Worker(None)
+        worker = _Worker(None, SimpleQueue())
         worker._loaded = loaded
         monkeypatch.setattr(loaded.engine, "describe", fault)
         monkeypatch.setattr(loaded.engine, "submit", fault)

@@ -13,6 +13,7 @@ from forerun.serve.bodies.fields import read
 from forerun.serve.dialects.llama.infill import infill_prompt
 from forerun.serve.dialects.llama.limits import LineLimits
 from forerun.serve.dialects.llama.schema import InfillBody
+from forerun.serve.observe.metrics import Metrics
 from forerun.text.pieces import Pieces
 from forerun.text.tokenizer import AddedToken, TextEnds, Tokenizer
 from forerun.types import RequestId
@@ -266,7 +267,7 @@ def test_lines_that_end_a_text():
 def test_an_answer_that_fails_is_not_said_to_be_cut():
     cut = lambda text, seconds: text  # noqa: E731
     generation = SimpleNamespace(prompt_tokens=1, requests=(), cut=lambda: cut)
-    served = SimpleNamespace(engine=None, meter=SimpleNamespace(gap=None))
+    served = SimpleNamespace(engine=None, meter=Metrics().add("m", None, None, {}))
     session = GenerationSession(generation, served, None, None)
     for finish in (Finish.ERROR, Finish.ABORT):
         assert session._shortened(Delta(RequestId("r"), 0, finish=finish)).finish == finish

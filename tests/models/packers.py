@@ -161,10 +161,8 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 """OCP Microscaling Formats 1.0, table 7; the fourth bit is the sign."""
 
 
-def small_floats(weight, mode):
-    """mxfp4, mxfp8 or nvfp4: a row's numbers as a stream of bytes, what they are, the bytes of the
-    scales, and the scales.
-    """
+def mlx_floats(weight, mode):
+    """MLX's mxfp4, mxfp8 and nvfp4."""
     rows = len(weight)
     group = 16 if mode == "nvfp4" else 32
     largest = abs(weight.reshape(rows, -1, group)).max(-1)
@@ -172,49 +170,20 @@ def small_floats(weight, mode):
         s = torch.from_numpy(largest / 6).to(torch.float8_e4m3fn)
         stored, wide = s.view(torch.uint8).numpy(), s.float().numpy()
     else:
-        most = 6 if mode == "mxfp4" else 448
-        stored = (np.ceil(np.log2(largest / most)) + 127).astype(np.uint8)
+        stored = (np.ceil(np.log2(largest / (6 if mode == "mxfp4" else 448))) + 127).astype(
+            np.uint8
+        )
         wide = np.exp2(stored.astype(np.float32) - 127)
-    scaled = weight / np.repeat(wide, group, 1)
+    wide = np.repeat(wide, group, 1)
     if mode == "mxfp8":
-        floats = torch.from_numpy(scaled).to(torch.float8_e4m3fn)
+        floats = torch.from_numpy(weight / wide).to(torch.float8_e4m3fn)
         q, means = floats.view(torch.uint8).numpy(), floats.float().numpy()
     else:
-        q = abs(abs(scaled)[..., None] - E2M1).argmin(-1)
+        q = abs(abs(weight / wide)[..., None] - E2M1).argmin(-1)
         means = np.where(weight < 0, -E2M1[q], E2M1[q])
         q = q + 8 * (weight < 0)
-    words = np.array([stream(row, 8 if mode == "mxfp8" else 4) for row in q], np.uint32)
-    return words.view(np.uint8), means, stored, wide
-
-
-def mlx_floats(weight, mode):
-    """MLX's mxfp4, mxfp8 and nvfp4."""
-    packed, means, stored, wide = small_floats(weight, mode)
-    meant = means * np.repeat(wide, weight.shape[1] // wide.shape[1], 1)
-    return {"weight": packed.view(np.uint32), "scales": stored}, meant
-
-
-def packed_floats(weight, mode, by="compressed-tensors"):
-    """The same of compressed-tensors, or of ModelOpt; nvfp4 has a scale for all, too."""
-    factor = np.float32(abs(weight).max() / (6 * 448) if mode == "nvfp4" else 1)
-    packed, means, stored, wide = small_floats(weight / factor, mode)
-    scales = torch.from_numpy(stored)
-    tensors = {"weight" if by == "modelopt" or mode == "mxfp8" else "weight_packed": packed}
-    if mode == "mxfp8":
-        tensors["weight"] = torch.from_numpy(packed).view(torch.float8_e4m3fn)
-    if mode == "nvfp4":
-        scales = scales.view(torch.float8_e4m3fn)
-        if by == "modelopt":
-            tensors |= {"weight_scale_2": factor, "input_scale": np.float32(0.5)}
-            wide = wide * factor
-        else:
-            tensors |= {
-                "weight_global_scale": 1 / factor[None],
-                "input_global_scale": np.ones(1, "f4"),
-            }
-            wide = wide / (1 / factor)
-    tensors["weight_scale"] = scales
-    return tensors, means * np.repeat(wide, weight.shape[1] // wide.shape[1], 1)
+    packed = np.array([stream(row, 8 if mode == "mxfp8" else 4) for row in q], np.uint32)
+    return {"weight": packed, "scales": stored}, means * wide
 
 
 def quantise(folder: Path, settings: dict, pack, shards: int = 1) -> dict[str, np.ndarray]:

@@ -19,7 +19,7 @@ def page(gap):
     metrics = Metrics()
     stats = snapshot(EngineMetrics(), Load(0, 0, 64, 0, 0))
     meter = metrics.add("m", lambda: stats, lambda: None, {"block_size": 16, "num_gpu_blocks": 64})
-    meter.gap(gap)
+    meter.gap.add(gap)
     return metrics.page().decode()
 
 

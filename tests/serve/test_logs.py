@@ -123,7 +123,7 @@ def test_what_is_said_of_flags_is_in_the_log_once(logged, capsys):
 def test_polls_of_a_server_that_loads_fill_no_log(logged):
     """Such lines filled the pipe of a parent that did not read them, and the server then stood."""
     lines = logged("info", "text")
-    app = RequestMiddleware(Response(status_code=503), (), AllowedHosts("localhost", ()), 60)
+    app = RequestMiddleware(Response(status_code=503), (), AllowedHosts("localhost", ()))
     client = TestClient(app, base_url="http://localhost")
     assert client.get("/v1/models").status_code == 503
     assert client.post("/v1/completions", json={}).status_code == 503

@@ -55,8 +55,8 @@ def test_the_page_shows_the_snapshot():
         assert before["forerun:speculation_fault", ""] == 0
         prompts = [loaded.tokenizer.encode(text) for text in ("Hi", "Hello")]
         complete(loaded.engine, [make_request(p, max_tokens=90) for p in prompts])
-        meter.gap(0.02)
-        meter.per_token(0.004)
+        meter.gap.add(0.02)
+        meter.per_token.add(0.004)
         stats, after = loaded.engine.stats(), samples(metrics.page())
     assert after["vllm:prompt_tokens_total",] == 7
     assert after["process_resident_memory_bytes",] > 1 << 20

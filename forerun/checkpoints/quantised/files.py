@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from forerun.checkpoints.grouped import Grouped
 from forerun.checkpoints.mapped import Packed, TensorEntry, TensorFile
 from forerun.checkpoints.quantised.grouped import grouped
-from forerun.checkpoints.quantised.layouts import PARTS
-from forerun.checkpoints.quantised.matrices import StoredMatrix, stored_matrix
+from forerun.checkpoints.quantised.matrices import PARTS, StoredMatrix, stored_matrix
 from forerun.checkpoints.quantised.method import Method
 from forerun.errors import ModelError
 from forerun.types import Floats

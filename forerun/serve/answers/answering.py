@@ -12,13 +12,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from forerun.serve.answers.contract import Dialect, ParsedRequest, Ready
+from forerun.errors import ForerunError
+from forerun.serve.answers.contract import Dialect, News, ParsedRequest, Ready
 from forerun.serve.answers.record import RequestRecord
 from forerun.serve.answers.service import Served, Service
 from forerun.serve.answers.session import GenerationSession
 from forerun.serve.bodies.prepare import Generation, within
 from forerun.serve.bodies.wire import Received, dump_json, parse_json
-from forerun.serve.http.errors import ApiError
+from forerun.serve.http.connection import CHUNKS, Chunks
+from forerun.serve.http.errors import ApiError, api_error
+from forerun.serve.http.workers import LARGE
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -65,21 +68,32 @@ class Generated(Response):
             running.add(session)
             try:
                 if generation.stream:
-                    await self._stream(session, send)
+                    await self._stream(session, send, scope["state"].get(CHUNKS))
                 else:
                     await (await self._answer_at_once(session))(scope, receive, send)
             finally:
                 running.discard(session)
         _observe(session, served)
 
-    async def _stream(self, session: GenerationSession, send: Send) -> None:
+    async def _stream(self, session: GenerationSession, send: Send, chunks: Chunks | None) -> None:
         """Answer with a stream: server-sent events or lines of JSON. A dialect's ping after a
-        silence keeps proxies from closing the connection. Raises ApiError only if nothing was
-        written before.
+        silence keeps proxies from closing the connection. Raises ApiError and ForerunError only if
+        nothing was written before.
+
+        chunks  the connection, if it can write at once
         """
         dialect, workers = self._dialect, self._service.workers
+
+        def pass_on(news: News) -> bool:
+            if not (chunks and self._started and chunks.writable and dialect.size(news) <= LARGE):
+                return False
+            for _, delta in news:
+                session.tally.add(delta)
+            chunks.write(dialect.events(news, session.tally, False))
+            return True
+
         try:
-            async with aclosing(session.deltas()) as pieces:
+            async with aclosing(session.deltas(pass_on)) as pieces:
                 async for news in pieces:
                     ended = session.ended
                     if news:
@@ -91,10 +105,11 @@ class Generated(Response):
                     if not ended:
                         await self._write(send, events)
             await self._write(send, events + dialect.end(None), last=True)
-        except ApiError as error:
+        except (ApiError, ForerunError) as error:
             if not self._started:
                 raise
-            await self._write(send, dialect.end(error), last=True)
+            final = error if isinstance(error, ApiError) else api_error(error)
+            await self._write(send, dialect.end(final), last=True)
 
     async def _write(self, send: Send, data: bytes, last: bool = False) -> None:
         """Send a part of the answer; waits while the client's buffers are full."""
@@ -109,11 +124,10 @@ class Generated(Response):
     async def _answer_at_once(self, session: GenerationSession) -> Response:
         """Answer in one piece; a large answer is encoded outside the event loop."""
         dialect, choices = self._dialect, await session.collect()
-
-        def written() -> bytes:
-            return dump_json(dialect.full_response(choices, session.tally))
-
-        data = await self._service.workers.run(dialect.size(choices), written)
+        data = await self._service.workers.run(
+            dialect.size(choices),
+            lambda: dump_json(dialect.full_response(choices, session.tally)),
+        )
         return Response(data, media_type=Json.media_type)
 
 
@@ -198,10 +212,10 @@ def service_of(request: Request) -> Service:
 
 def _observe(session: GenerationSession, served: Served) -> None:
     """Record the speed of a completed answer."""
-    events, generation = session.events, session.generation
+    first, last, generation = session.tally.first, session.events.last, session.generation
     tokens = session.tally.output_tokens / (len(generation.requests) * generation.n)
-    if events.first is not None and events.last is not None and tokens > 1:
-        served.meter.per_token((events.last - events.first) / (tokens - 1))
+    if first is not None and last is not None and tokens > 1:
+        served.meter.per_token.add((last - first) / (tokens - 1))
 
 
 def answering(path: str, dialect: type[Dialect]) -> Route:

@@ -69,10 +69,10 @@ class Dialect(ABC):
         """Estimate the bytes of an answer with these deltas."""
         size = 0
         for _, delta in news:
-            reported = len(delta.logprobs) + len(delta.prompt_logprobs)
-            first = (delta.logprobs or delta.prompt_logprobs)[:1]
-            size += len(delta.text) + reported * sum(REPORT * (1 + len(one.top)) for one in first)
-            size += STEP * len(delta.trace)
+            size += len(delta.text) + STEP * len(delta.trace)
+            if logprobs := delta.logprobs or delta.prompt_logprobs:
+                reported = len(delta.logprobs) + len(delta.prompt_logprobs)
+                size += reported * REPORT * (1 + len(logprobs[0].top))
         return size
 
     def ping(self) -> bytes:

@@ -82,7 +82,7 @@ class RequestRecord:
 
     def first_seconds(self) -> float | None:
         """Return the seconds from the request to its first token; None before that."""
-        first = self.session.events.first if self.session is not None else None
+        first = self.session.tally.first if self.session is not None else None
         return None if first is None else first - self.began
 
     def fields(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """One generation between a client and the engine, from submission to its end."""
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -13,12 +14,16 @@ from msgspec.structs import replace
 from starlette.types import Receive
 
 from forerun.engine.request import GRAMMAR_LIMIT, Delta, Finish, SpeculationStats
-from forerun.errors import ForerunError
 from forerun.options.config import ServeSettings
 from forerun.serve.answers.service import Served
 from forerun.serve.bodies.prepare import Generation
-from forerun.serve.http.errors import ApiError, ClientGoneError, api_error, stuck, unavailable
+from forerun.serve.http.errors import ApiError, ClientGoneError, stuck, unavailable
 from forerun.types import RequestId
+
+PassOn = Callable[[list[tuple[int, Delta]]], bool]
+"""Counts (index of the choice, delta) pairs in the tally and passes them on; or does neither and
+returns False.
+"""
 
 MERGE_AT = 64
 """Number of queued deltas from which they are merged: a slow reader gets larger pieces."""
@@ -75,12 +80,13 @@ class GenerationSession:
     ) -> None:
         self.generation = generation
         self.tally = Tally(generation)
-        self.events = EventQueue(served.meter.gap)
+        self.events = EventQueue(served.meter.gap.add, self._pass_on)
         self.engine = served.engine
         self._settings = settings
         self._receive = receive
         self._watcher: asyncio.Task[None] | None = None
         self._gone = self._aborting = False
+        self._passing: PassOn | None = None
         self._cut = generation.cut() if generation.cut is not None else None
         # Choices that still run, and the index of the first choice, by request.
         self._open: dict[RequestId, int] = {}
@@ -122,27 +128,30 @@ class GenerationSession:
         self._aborting = True
         self._abort()
 
-    async def deltas(self) -> AsyncGenerator[list[tuple[int, Delta]]]:
+    async def deltas(self, pass_on: PassOn | None) -> AsyncGenerator[list[tuple[int, Delta]]]:
         """Yield lists of (index of the choice, delta) as they come; an empty list after a silence.
-        Raises ApiError if the engine ended the request, ClientGoneError.
+        Raises ApiError or ForerunError if the engine ended the request, ClientGoneError.
+
+        pass_on  called with deltas that end no choice, while this generator waits for some: those
+                 that it passes on are not yielded, and no task has to run for them
         """
-        deadline = monotonic() + self._settings.request_seconds
+        self._passing = pass_on if self._cut is None else None
+        settings = self._settings
+        deadline = monotonic() + settings.request_seconds
         while self._open:
-            left = max(deadline - monotonic(), 0.0)
-            deltas = await self._next_deltas(min(self._settings.keep_alive_seconds, left))
+            deltas = await self.events.take(settings.keep_alive_seconds, deadline)
             if not deltas and not self.engine.alive:
                 raise unavailable("The engine has stopped.", "engine_stopped")
-            watchdog = self._settings.watchdog_seconds
-            if not deltas and (error := stuck(self.engine.step_began, watchdog)):
+            if not deltas and (error := stuck(self.engine.step_began, settings.watchdog_seconds)):
                 raise error
             if monotonic() >= deadline:
-                seconds = self._settings.request_seconds
-                raise ApiError(504, f"The answer took longer than {seconds:g} s.", "timeout")
+                raise ApiError(
+                    504,
+                    f"The answer took longer than {settings.request_seconds:g} s.",
+                    "timeout",
+                )
             news = [self._counted(self._shortened(delta)) for delta in deltas]
-            try:
-                self._submit()
-            except ForerunError as error:
-                raise api_error(error) from error
+            self._submit()
             yield news
 
     async def collect(self) -> list[tuple[int, Delta]]:
@@ -150,11 +159,24 @@ class GenerationSession:
         `deltas` raises.
         """
         parts: dict[int, list[Delta]] = {}
-        async with aclosing(self.deltas()) as pieces:
+
+        def pass_on(news: list[tuple[int, Delta]]) -> bool:
+            for index, delta in news:
+                self.tally.add(delta)
+                parts.setdefault(index, []).append(delta)
+            return True
+
+        async with aclosing(self.deltas(pass_on)) as pieces:
             async for news in pieces:
                 for index, delta in news:
                     parts.setdefault(index, []).append(delta)
         return [(index, merged(parts[index])[0]) for index in sorted(parts)]
+
+    def _pass_on(self, deltas: list[Delta]) -> bool:
+        """Pass deltas on, if they end no choice. Returns False if the generator has to run."""
+        if self._passing is None or any(delta.finish is not None for delta in deltas):
+            return False
+        return self._passing([(self._first[one.request] + one.index, one) for one in deltas])
 
     def _submit(self) -> None:
         """Submit requests, as many as may be in flight. Raises what the engine raises."""
@@ -163,16 +185,6 @@ class GenerationSession:
             request = self._left.pop()
             self.engine.submit(request, self.events)
             self._open[request.id] = request.n
-
-    async def _next_deltas(self, patience: float) -> list[Delta]:
-        """Return new deltas. Raises ApiError if the engine rejected a request or has ended."""
-        try:
-            deltas = await self.events.take(patience)
-        except ForerunError as error:
-            raise api_error(error) from error
-        if self._gone:
-            raise ClientGoneError
-        return deltas
 
     def _shortened(self, delta: Delta) -> Delta:
         """Return the delta; or, if the generation's `cut` ends the text within it, its beginning as
@@ -218,7 +230,7 @@ class GenerationSession:
             pass
         self._gone = True
         self._abort()
-        self.events.close()
+        self.events.fail(ClientGoneError())
 
     def _abort(self) -> None:
         self._left.clear()
@@ -232,79 +244,80 @@ class EventQueue:
     The engine never waits for a client. Unread deltas are queued here, and merged to one per choice
     once they are many; they are bounded by the tokens the request may have. All on the event loop.
 
-    gap          called with the seconds between two deltas of one choice
-    first, last  when the first and the latest delta with tokens came, on the monotonic clock
+    gap      called with the seconds between two deltas of one choice
+    pass_on  called with deltas that `take` waits for; if it returns True, `take` waits on
+    last     when the latest delta with tokens came, on the monotonic clock
     """
 
-    def __init__(self, gap: Callable[[float], None]) -> None:
-        self.first: float | None = None
+    def __init__(
+        self, gap: Callable[[float], None], pass_on: Callable[[list[Delta]], bool] = lambda _: False
+    ) -> None:
         self.last: float | None = None
         self._gap = gap
+        self._pass_on = pass_on
+        self._heard = 0.0  # When `take` was called, or deltas were passed on since.
         self._news: list[Delta] = []
         self._merge_at = MERGE_AT
         self._last_at: dict[tuple[str, int], float] = {}
         self._waiter: asyncio.Future[None] | None = None
-        self._error: ForerunError | None = None
-        self._closed = False
-        self._expired = False
+        self._error: Exception | None = None
 
-    def put(self, delta: Delta) -> None:
-        """Implement Sink.put: queue a delta until `take`. Many unread deltas are merged."""
-        if delta.tokens:
-            self._time(delta)
-        self._news.append(delta)
+    def put(self, deltas: list[Delta]) -> None:
+        """Implement Sink.put: pass deltas on, or queue them until `take`. Many unread ones are
+        merged.
+        """
+        now = monotonic()
+        for delta in deltas:
+            if delta.tokens:
+                choice = delta.request, delta.index
+                if (before := self._last_at.get(choice)) is not None:
+                    self._gap(now - before)
+                self._last_at[choice] = self.last = now
+        if self._waiter is not None and not self._waiter.done():
+            try:
+                if self._pass_on(merged(deltas) if len(deltas) > 1 else deltas):
+                    self._heard = now
+                    return
+            except Exception as error:  # noqa: BLE001 - `take` raises it.
+                self.fail(error)
+        self._news += deltas
         if len(self._news) >= self._merge_at:
             self._news = merged(self._news)
             # With many choices merging helps little: do not try again at once.
             self._merge_at = MERGE_AT + 2 * len(self._news)
         self._nudge()
 
-    def fail(self, error: ForerunError) -> None:
-        """Implement Sink.fail: make `take` raise `error` after the deltas that came before."""
-        self._error = error
+    def fail(self, error: Exception) -> None:
+        """Implement Sink.fail: make `take` raise the first error, after the deltas before it."""
+        self._error = self._error or error
         self._nudge()
 
-    async def take(self, patience: float) -> list[Delta]:
-        """Return new deltas, one per choice; none after `patience` seconds or `close`. Raises the
-        engine's failure after all earlier deltas have been read.
+    async def take(self, silence: float, deadline: float = math.inf) -> list[Delta]:
+        """Return new deltas, one per choice; none after `silence` seconds without any, or at
+        the deadline. Raises the error of `fail` after all earlier deltas have been read.
         """
         loop = asyncio.get_running_loop()
-        self._expired = False
-        timer = loop.call_later(patience, self._expire)
-        try:
-            while not (self._news or self._expired or self._closed or self._error):
-                self._waiter = loop.create_future()
+        self._heard = monotonic()
+        while not (self._news or self._error):
+            seconds = min(self._heard + silence, deadline) - monotonic()
+            if seconds <= 0.0:
+                break
+            self._waiter = loop.create_future()
+            timer = loop.call_later(seconds, self._nudge)
+            try:
                 await self._waiter
-        finally:
-            timer.cancel()
-            self._waiter = None
+            finally:
+                timer.cancel()
+                self._waiter = None
         if self._error is not None and not self._news:
             raise self._error
         news, self._news = self._news, []
         return merged(news) if len(news) > 1 else news
 
-    def close(self) -> None:
-        """Stop reading; a waiting `take` returns at once."""
-        self._closed = True
-        self._nudge()
-
     def _nudge(self) -> None:
         """Wake a waiting `take`."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
-
-    def _expire(self) -> None:
-        self._expired = True
-        self._nudge()
-
-    def _time(self, delta: Delta) -> None:
-        now, choice = monotonic(), (delta.request, delta.index)
-        self.first = self.first or now
-        self.last = now
-        before = self._last_at.get(choice)
-        self._last_at[choice] = now
-        if before is not None:
-            self._gap(now - before)
 
 
 def merged(news: Iterable[Delta]) -> list[Delta]:

@@ -182,11 +182,11 @@ def dump_json(value: Any) -> bytes:
     loop it is slower, but releases the interpreter's lock again and again, so that the loop
     continues.
     """
-    if _on_the_loop():
-        try:
-            return msgspec.json.encode(value)
-        except UnicodeEncodeError:
-            pass
+    try:
+        asyncio.get_running_loop()
+        return msgspec.json.encode(value)
+    except (RuntimeError, UnicodeEncodeError):
+        pass
     encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     pieces, parts = encoder.iterencode(value), []
     while part := "".join(islice(pieces, _AT_ONCE)):
@@ -194,18 +194,10 @@ def dump_json(value: Any) -> bytes:
     return b"".join(parts)
 
 
-def _on_the_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
 def event(data: Any, name: str | None = None) -> bytes:
     """Encode a server-sent event: its name, if it has one, and `data` as JSON in one line."""
     head = b"" if name is None else f"event: {name}\n".encode()
-    return head + b"data: " + dump_json(data) + b"\n\n"
+    return b"%sdata: %s\n\n" % (head, dump_json(data))
 
 
 def line(data: Any) -> bytes:

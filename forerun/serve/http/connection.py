@@ -10,6 +10,8 @@ import httptools
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT, FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from forerun.serve.http.errors import ClientGoneError
+
 PIECE = 1 << 13
 """Bytes that are parsed in one turn of the event loop, except for bodies without chunks: the cost
 is per request or chunk, and this many bytes have some hundreds of them.
@@ -23,6 +25,8 @@ SPARED = 16
 """Bytes around a chunk that are not counted; in addition, two for each byte of content. As in Go's
 net/http.
 """
+CHUNKS = "chunks"
+"""Key in a scope's `state`: the connection's Chunks, if it can write an answer in chunks."""
 PROBES = 0.1
 """Seconds between two checks whether a client that sends no more still reads."""
 LAST_SECONDS = 1.0
@@ -65,7 +69,7 @@ class _Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
         super().connection_made(transport)
-        self.flow = self._flow = _Flow(transport)
+        self.flow = self._flow = Chunks(transport, self.patience)
         self._unread = bytearray()
         self._keep_for_a_while()
 
@@ -244,6 +248,8 @@ class _Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0":
             app = _unchunked(app, cycle)
+        else:
+            cycle.scope["state"][CHUNKS] = self._flow
         super()._start_asgi_task(cycle, app)
 
     def _keep_for_a_while(self) -> None:
@@ -270,10 +276,35 @@ class _Connection(HttpToolsProtocol):
             self.transport.abort()
 
 
-class _Flow(FlowControl):
-    """Uvicorn's flow control, which does not resume reading while there is unread data."""
+class Chunks(FlowControl):
+    """Uvicorn's flow control, which does not resume reading while there is unread data, waits no
+    longer than `patience` seconds for a client, and writes chunks of an answer.
+    """
 
     held = False
+
+    def __init__(self, transport: asyncio.Transport, patience: float) -> None:
+        super().__init__(transport)
+        self._patience = patience
+
+    @property
+    def writable(self) -> bool:
+        """Whether a chunk can be written at once: the client reads what it gets."""
+        return not self.write_paused and not self._transport.is_closing()
+
+    def write(self, chunk: bytes) -> None:
+        """Write a part of an answer that has begun and has no content-length; b"" is ignored."""
+        if chunk:
+            self._transport.write(b"%x\r\n%s\r\n" % (len(chunk), chunk))
+
+    async def drain(self) -> None:
+        """Wait until the client has read enough. Raises ClientGoneError if it does not read."""
+        try:
+            async with asyncio.timeout(self._patience):
+                await super().drain()
+        except TimeoutError:
+            message = f"it read nothing of the answer for {self._patience:g} s"
+            raise ClientGoneError(message) from None
 
     def resume_reading(self) -> None:
         """Resume reading, unless there is unread data."""

@@ -1,11 +1,11 @@
 """/metrics: the engine's counters for Prometheus, under vLLM's names if it has them."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -14,7 +14,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from forerun.engine.metrics import SECONDS
+from forerun.engine.metrics import SECONDS, LiveHistogram
 from forerun.engine.request import Finish
 from forerun.engine.stats import Histogram as Counts
 from forerun.engine.stats import Stats
@@ -199,17 +199,31 @@ class Meter:
 
     stats      returns its counters
     fault      returns why speculation is off although it was requested; None = it is on
-    gap        called with the seconds between two deltas of one sequence
-    per_token  called with the seconds per token of an ended request, after its first delta
     cache      facts about the key/value cache, by name
+    gap        seconds between two deltas of one sequence
+    per_token  seconds per token of an ended request, after its first delta
     """
 
     name: str
     stats: Callable[[], Stats]
     fault: Callable[[], str | None]
-    gap: Callable[[float], None]
-    per_token: Callable[[float], None]
     cache: Mapping[str, Any]
+    gap: LiveHistogram = field(default_factory=lambda: LiveHistogram(SECONDS))
+    per_token: LiveHistogram = field(default_factory=lambda: LiveHistogram(SECONDS))
+
+
+_METERED: tuple[tuple[str, str, Callable[[Meter], LiveHistogram]], ...] = (
+    (
+        "vllm:inter_token_latency_seconds",
+        "Between two outputs of one sequence; a step may bring several tokens.",
+        lambda meter: meter.gap,
+    ),
+    (
+        "vllm:request_time_per_output_token_seconds",
+        "Per request, time per token after the first output.",
+        lambda meter: meter.per_token,
+    ),
+)
 
 
 class Metrics:
@@ -223,14 +237,6 @@ class Metrics:
         self._engines = EngineCollector(sglang)
         self._registry.register(self._engines)
         ProcessCollector(registry=self._registry)
-        self._gap = self._seconds(
-            "vllm:inter_token_latency_seconds",
-            "Between two outputs of one sequence; a step may bring several tokens.",
-        )
-        self._per_token = self._seconds(
-            "vllm:request_time_per_output_token_seconds",
-            "Per request, time per token after the first output.",
-        )
 
     def add(
         self,
@@ -242,9 +248,7 @@ class Metrics:
         """Include an engine from now on, under `name`, and return its meter. Parameters as in
         Meter.
         """
-        gap = self._gap.labels(name, ENGINE).observe
-        per_token = self._per_token.labels(name, ENGINE).observe
-        meter = Meter(name, stats, fault, gap, per_token, cache)
+        meter = Meter(name, stats, fault, cache)
         self._engines.meters.append(meter)
         return meter
 
@@ -255,9 +259,6 @@ class Metrics:
     def page(self) -> bytes:
         """Return all metrics in the text format that Prometheus reads, UTF-8."""
         return generate_latest(self._registry)
-
-    def _seconds(self, family: str, text: str) -> Histogram:
-        return Histogram(family, text, LABELS, registry=self._registry, buckets=SECONDS)
 
 
 class EngineCollector(Collector):
@@ -285,6 +286,9 @@ class EngineCollector(Collector):
         yield self._caches()
         for name, text, counts in self._histograms:
             yield _histogram(name, text, [(labels, counts(stats)) for labels, stats in engines])
+        for name, text, times in _METERED:
+            rows = [([meter.name, ENGINE], times(meter)) for meter in self.meters]
+            yield _histogram(name, text, rows)
         for name, text, names, values in _LABELLED:
             family = CounterMetricFamily(name, text, labels=[*LABELS, *names])
             for labels, stats in engines:
@@ -311,7 +315,9 @@ class EngineCollector(Collector):
         return family
 
 
-def _histogram(name: str, text: str, engines: list[tuple[list[str], Counts]]) -> Metric:
+def _histogram(
+    name: str, text: str, engines: Sequence[tuple[list[str], Counts | LiveHistogram]]
+) -> Metric:
     family = HistogramMetricFamily(name, text, labels=LABELS)
     for labels, counts in engines:
         bounds = [*(str(float(bound)) for bound in counts.bounds), "+Inf"]
