@@ -22,7 +22,7 @@ FLOATS: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
 """Number types, and bytes of one number."""
 MAPS: Mapping[str, int] = {**FLOATS, "I64": 8, "I32": 4, "U16": 2, "BOOL": 1}
 """Also the types of drafts' vocabulary maps and n-gram tables."""
-QUANTISED: Mapping[str, int] = {**MAPS, "U32": 4, "F8_E4M3": 1, "I8": 1, "U8": 1}
+QUANTISED: Mapping[str, int] = {**MAPS, "U32": 4, "F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "U8": 1}
 """Also the types of quantised matrices."""
 
 

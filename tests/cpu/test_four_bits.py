@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from forerun.build.target import open_target
 from forerun.checkpoints.folder import FolderCheckpoint
@@ -11,7 +12,8 @@ from tests.covering import every, some_of, values
 from tests.cpu.reference import forward
 from tests.cpu.test_logits import SAME, distance, logits_of
 from tests.models import packers, tiny
-from tests.models.test_quantised import AWQ, GPTQ, GROUP, compressed, shuffled
+from tests.models.test_quantised import AWQ, GPTQ, GROUP, Q, compressed, shuffled
+from tests.models.test_quantised import FORMATS as FORMATS_OF_FOLDERS
 
 WIDE = {"hidden_size": 256, "intermediate_size": 384, "num_attention_heads": 8, "head_dim": 32}
 FORMATS = {
@@ -45,6 +47,45 @@ def test_logits_are_those_of_the_files_numbers(executor, random, tmp_path, name,
     logits = logits_of(made, tokens)
     assert distance(logits, forward(source, tokens)) < SAME
     assert np.array_equal(logits, logits_of(executor(source, kernels="portable"), tokens))
+
+
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [
+        ("mlx", "4-bit integers with offsets as in the file"),
+        ("mlx-3", "4-bit integers with offsets as in the file"),
+        ("mlx-5", "5-bit integers with offsets as in the file"),
+        ("mlx-8", "few bits made q8_0"),
+        ("mlx-mxfp4", "MXFP4 as in the file"),
+        ("compressed-mxfp4", "MXFP4 as in the file"),
+        ("compressed-nvfp4", "few bits made q8_0"),
+        ("modelopt-mxfp8", "few bits made q8_0"),
+    ],
+)
+def test_other_small_numbers(executor, random, tmp_path, name, kept):
+    folder = tiny.save_folder(tiny.model("llama", **WIDE | {"intermediate_size": 512}), tmp_path)
+    packers.quantise(folder, *FORMATS_OF_FOLDERS[name])
+    source = FolderCheckpoint(folder)
+    made = executor(source, 2)
+    assert f"weights {kept}, activations" in made.describe()["dtype"]
+    tokens = random.integers(0, tiny.VOCAB, 60)
+    logits = logits_of(made, tokens)
+    assert distance(logits, forward(source, tokens)) < SAME
+    assert np.array_equal(logits, logits_of(executor(source, kernels="portable"), tokens))
+
+
+def test_scales_that_float16_has_not_are_rounded_and_said_to_be(tmp_path, executor, random):
+    folder = tiny.save_folder(tiny.model("llama", **WIDE), tmp_path / "tiny")
+    packers.quantise(folder, *FORMATS_OF_FOLDERS["mlx"])
+    tensors = load_file(folder / "model.safetensors")
+    for part in ("scales", "biases"):
+        tensors[f"{Q}.{part}"] = tensors[f"{Q}.{part}"].float()
+    tensors[f"{Q}.scales"][3, 5] = 1e-7
+    save_file(tensors, folder / "model.safetensors")
+    source = FolderCheckpoint(folder)
+    made, tokens = executor(source), random.integers(0, tiny.VOCAB, 40)
+    assert "4-bit integers with offsets, some scales rounded, act" in made.describe()["dtype"]
+    assert distance(logits_of(made, tokens), forward(source, tokens)) < SAME
 
 
 def test_they_take_as_many_bytes_as_in_the_file(tmp_path, executor):

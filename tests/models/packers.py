@@ -161,8 +161,10 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 """OCP Microscaling Formats 1.0, table 7; the fourth bit is the sign."""
 
 
-def mlx_floats(weight, mode):
-    """MLX's mxfp4, mxfp8 and nvfp4."""
+def small_floats(weight, mode):
+    """mxfp4, mxfp8 or nvfp4: a row's numbers as a stream of bytes, what they are, the bytes of the
+    scales, and the scales.
+    """
     rows = len(weight)
     group = 16 if mode == "nvfp4" else 32
     largest = abs(weight.reshape(rows, -1, group)).max(-1)
@@ -170,20 +172,93 @@ def mlx_floats(weight, mode):
         s = torch.from_numpy(largest / 6).to(torch.float8_e4m3fn)
         stored, wide = s.view(torch.uint8).numpy(), s.float().numpy()
     else:
-        stored = (np.ceil(np.log2(largest / (6 if mode == "mxfp4" else 448))) + 127).astype(
-            np.uint8
-        )
+        most = 6 if mode == "mxfp4" else 448
+        stored = (np.ceil(np.log2(largest / most)) + 127).astype(np.uint8)
         wide = np.exp2(stored.astype(np.float32) - 127)
-    wide = np.repeat(wide, group, 1)
+    scaled = weight / np.repeat(wide, group, 1)
     if mode == "mxfp8":
-        floats = torch.from_numpy(weight / wide).to(torch.float8_e4m3fn)
+        floats = torch.from_numpy(scaled).to(torch.float8_e4m3fn)
         q, means = floats.view(torch.uint8).numpy(), floats.float().numpy()
     else:
-        q = abs(abs(weight / wide)[..., None] - E2M1).argmin(-1)
+        q = abs(abs(scaled)[..., None] - E2M1).argmin(-1)
         means = np.where(weight < 0, -E2M1[q], E2M1[q])
         q = q + 8 * (weight < 0)
-    packed = np.array([stream(row, 8 if mode == "mxfp8" else 4) for row in q], np.uint32)
-    return {"weight": packed, "scales": stored}, means * wide
+    words = np.array([stream(row, 8 if mode == "mxfp8" else 4) for row in q], np.uint32)
+    return words.view(np.uint8), means, stored, wide
+
+
+def mlx_floats(weight, mode):
+    """MLX's mxfp4, mxfp8 and nvfp4."""
+    packed, means, stored, wide = small_floats(weight, mode)
+    meant = means * np.repeat(wide, weight.shape[1] // wide.shape[1], 1)
+    return {"weight": packed.view(np.uint32), "scales": stored}, meant
+
+
+def packed_floats(weight, mode, by="compressed-tensors"):
+    """The same of compressed-tensors, or of ModelOpt; nvfp4 has a scale for all, too."""
+    factor = np.float32(abs(weight).max() / (6 * 448) if mode == "nvfp4" else 1)
+    packed, means, stored, wide = small_floats(weight / factor, mode)
+    scales = torch.from_numpy(stored)
+    tensors = {"weight" if by == "modelopt" or mode == "mxfp8" else "weight_packed": packed}
+    if mode == "mxfp8":
+        tensors["weight"] = torch.from_numpy(packed).view(torch.float8_e4m3fn)
+    if mode == "nvfp4":
+        scales = scales.view(torch.float8_e4m3fn)
+        if by == "modelopt":
+            tensors |= {"weight_scale_2": factor, "input_scale": np.float32(0.5)}
+            wide = wide * factor
+        else:
+            tensors |= {
+                "weight_global_scale": 1 / factor[None],
+                "input_global_scale": np.ones(1, "f4"),
+            }
+            wide = wide / (1 / factor)
+    tensors["weight_scale"] = scales
+    return tensors, means * np.repeat(wide, weight.shape[1] // wide.shape[1], 1)
+
+
+_DIGITS = (
+    *(-1, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0),
+    *(0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.723, 1),
+)
+NF4 = np.array(_DIGITS, np.float32)
+"""QLoRA's table (arXiv 2305.14314, appendix E), in four digits."""
+
+
+def bitsandbytes(weight, nested=True, kind="nf4"):
+    """bitsandbytes' 4 bits: scales of blocks of 32, which may be places in a table themselves."""
+    flat = weight.reshape(-1, 32)
+    absmax = abs(flat).max(-1)
+    state = {"quant_type": kind, "blocksize": 32, "dtype": "bfloat16", "shape": [*weight.shape]}
+    tensors = {"weight.quant_map": NF4}
+    if nested:
+        offset, table = absmax.mean(), np.linspace(-1, 1, 256, dtype=np.float32)
+        parts = [absmax[at : at + 256] - offset for at in range(0, len(absmax), 256)]
+        high = np.array([abs(part).max() for part in parts], np.float32)
+        codes = [abs(p[:, None] / h - table).argmin(-1) for p, h in zip(parts, high, strict=True)]
+        tensors["weight.absmax"] = np.concatenate(codes).astype(np.uint8)
+        tensors |= {"weight.nested_absmax": high, "weight.nested_quant_map": table}
+        state |= {
+            "nested_blocksize": 256,
+            "nested_dtype": "float32",
+            "nested_offset": float(offset),
+        }
+        absmax = np.concatenate([table[c] * h for c, h in zip(codes, high, strict=True)]) + offset
+    else:
+        tensors["weight.absmax"] = absmax
+    q = abs((flat / absmax[:, None])[..., None] - NF4).argmin(-1).astype(np.uint8)
+    tensors["weight"] = (q.ravel()[::2] << 4 | q.ravel()[1::2])[:, None]
+    text = np.frombuffer(json.dumps(state).encode(), np.uint8)
+    tensors[f"weight.quant_state.bitsandbytes__{kind}"] = text
+    return tensors, (NF4[q] * absmax[:, None]).reshape(weight.shape)
+
+
+def eight_bits_by_rows(weight):
+    """bitsandbytes' LLM.int8."""
+    largest = abs(weight).max(-1)
+    q = np.rint(weight * (127 / largest)[:, None])
+    tensors = {"weight": q.astype(np.int8), "SCB": largest, "weight_format": np.uint8(0)}
+    return tensors, q.astype(np.float32) * (largest * np.float32(1 / 127))[:, None]
 
 
 def quantise(folder: Path, settings: dict, pack, shards: int = 1) -> dict[str, np.ndarray]:

@@ -39,6 +39,22 @@ def compressed(form, **weights):
     }
 
 
+FLOATS = (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
+"""Name, bits, columns of a group."""
+
+
+def of_floats(form, bits, group):
+    """As llm-compressor writes it."""
+    strategy = "tensor_group" if group == 16 else "group"
+    dtype = "torch.float8_e4m3fn" if group == 16 else "torch.uint8"
+    more = {"observer": "memoryless_minmax", "observer_kwargs": {}, "actorder": None}
+    sizes = {"num_bits": bits, "type": "float", "strategy": strategy, "group_size": group}
+    made = compressed(form, **sizes, **more, scale_dtype=dtype, block_structure=None)
+    activations = made["config_groups"]["group_0"]["weights"] | {"dynamic": "local"}
+    made["config_groups"]["group_0"] |= {"input_activations": activations, "format": form}
+    return made
+
+
 def shuffled(weight):
     return np.random.default_rng(1).permutation(weight.shape[1])
 
@@ -68,6 +84,15 @@ ROUND = {
 }
 MLX = {"group_size": 32, "bits": 4, "mode": "affine"}
 MLX |= {"model.layers.9.mlp.up_proj": {"group_size": 32, "bits": 8}, "model.norm": False}
+BNB = {
+    "quant_method": "bitsandbytes",
+    **{"load_in_4bit": True, "_load_in_4bit": True, "load_in_8bit": False, "_load_in_8bit": False},
+    **{"bnb_4bit_quant_type": "nf4", "bnb_4bit_quant_storage": "uint8"},
+    **{"bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_use_double_quant": True},
+    **{"llm_int8_threshold": 6.0, "llm_int8_skip_modules": ["lm_head"]},
+    **dict.fromkeys(("llm_int8_enable_fp32_cpu_offload", "llm_int8_has_fp16_weight"), False),
+}
+"""As unsloth's folders have it."""
 GROUP = {"num_bits": 4, "strategy": "group", "group_size": 16}
 
 FORMATS = {
@@ -125,8 +150,49 @@ FORMATS = {
             {"mode": mode, "bits": bits, "group_size": group},
             partial(packers.mlx_floats, mode=mode),
         )
-        for mode, bits, group in (("mxfp4", 4, 32), ("mxfp8", 8, 32), ("nvfp4", 4, 16))
+        for mode, bits, group in FLOATS
     },
+    **{
+        f"compressed-{mode}": (
+            of_floats(f"{mode}{'' if bits == 8 else '-pack'}-quantized", bits, group),
+            partial(packers.packed_floats, mode=mode),
+        )
+        for mode, bits, group in FLOATS
+    },
+    "bnb": (BNB, packers.bitsandbytes),
+    "bnb-plain": (
+        BNB | {"bnb_4bit_use_double_quant": False, "bnb_4bit_quant_type": "fp4"},
+        partial(packers.bitsandbytes, nested=False, kind="fp4"),
+    ),
+    "bnb-8": (
+        BNB
+        | dict.fromkeys(("load_in_4bit", "_load_in_4bit"), False)
+        | dict.fromkeys(("load_in_8bit", "_load_in_8bit"), True),
+        packers.eight_bits_by_rows,
+    ),
+    "modelopt-nvfp4": (
+        MODELOPT | {"quant_algo": "NVFP4", "group_size": 16},
+        partial(packers.packed_floats, mode="nvfp4", by="modelopt"),
+    ),
+    "modelopt-mxfp8": (
+        MODELOPT | {"quant_algo": "MXFP8"},
+        partial(packers.packed_floats, mode="mxfp8"),
+    ),
+    "modelopt-mixed": (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                "model.layers.0.self_attn.q_proj": {"quant_algo": "FP8"},
+                "model.layers.0.self_attn.k_proj": {"quant_algo": "NVFP4", "group_size": 16},
+            },
+        },
+        lambda w: (
+            packers.packed_floats(w, "nvfp4", "modelopt")
+            if len(w) == 32
+            else packers.float8(w, 0, 0, "weight_scale")
+        ),
+    ),
 }
 
 
@@ -186,7 +252,7 @@ def test_matrices_are_what_their_format_says(name, tmp_path):
         assert checkpoint.packed(weight) is None
 
 
-WIDENED = ("mlx-6", "mlx-8", "mlx-nvfp4")
+WIDENED = ("mlx-6", "mlx-8", "nvfp4", "bnb", "bnb-plain")
 """Formats that no product reads as they are."""
 
 
@@ -200,7 +266,7 @@ def test_numbers_by_group_are_the_matrix(name, tmp_path):
     checkpoint = FolderCheckpoint(folder)
     for weight, numbers in meant.items():
         grouped = checkpoint.grouped(weight)
-        if name in WIDENED:
+        if name.endswith(WIDENED) or (name == "modelopt-mixed" and len(numbers) == 32):
             assert grouped is None
             continue
         assert grouped.shape == numbers.shape
@@ -231,7 +297,7 @@ def test_scales_that_are_no_halves_are_rounded_and_said_to_be(tmp_path):
 
     for factor, halves, kind in (
         (1.0, True, "4-bit integers in groups below 128"),
-        (1.0001, False, "4-bit integers in groups below 128, scales made float16"),
+        (1.0001, False, "4-bit integers in groups below 128, some scales rounded"),
         (1e10, None, "few bits"),
     ):
         rewrite(folder, partial(change, factor))
@@ -241,6 +307,16 @@ def test_scales_that_are_no_halves_are_rounded_and_said_to_be(tmp_path):
     rewrite(folder, partial(change, np.nan))
     with pytest.raises(ModelError, match=r"mlp.up_proj.scales holds NaN or infinity; the file is"):
         FolderCheckpoint(folder).tensor(f"{name}.weight")
+
+
+@pytest.mark.parametrize("name", ["compressed-nvfp4", "modelopt-nvfp4"])
+@pytest.mark.parametrize("value", [0.0, np.nan])
+def test_a_scale_of_all_that_is_no_number_is_named(name, value, tmp_path):
+    folder, _ = made(tmp_path, name)
+    part = "weight_global_scale" if name.startswith("compressed") else "weight_scale_2"
+    rewrite(folder, lambda t: t[f"{Q}.{part}"].fill_(value))
+    with pytest.raises(ModelError, match=rf"q_proj.{part} is {value}; it must be finite and pos"):
+        FolderCheckpoint(folder).tensor(f"{Q}.weight")
 
 
 class Watched(np.ndarray):
@@ -364,6 +440,15 @@ def test_what_transformers_writes_beside_a_format_changes_nothing(made, short):
 
 
 Q = "model.layers.1.self_attn.q_proj"
+STATE = f"{Q}.weight.quant_state.bitsandbytes__nf4"
+
+
+def state(**changes):
+    """What bitsandbytes says of a matrix, changed."""
+    said = {"blocksize": 32, "shape": [64, 64], "nested_blocksize": 256, "nested_offset": 0.5}
+    return torch.frombuffer(bytearray(json.dumps(said | changes).encode()), dtype=torch.uint8)
+
+
 DAMAGES = {
     "no scales": ("gptq", lambda t: t.pop(f"{Q}.scales"), f"{Q} has g_idx, qweight, qzeros; it"),
     "no zeros": ("awq", lambda t: t.pop(f"{Q}.qzeros"), f"{Q} has qweight, scales; it needs"),
@@ -402,6 +487,41 @@ DAMAGES = {
         lambda t: t.update({f"{Q}.g_idx": torch.zeros(64, dtype=torch.int32)}),
         "g_idx",
     ),
+    "no state": (
+        "bnb",
+        lambda t: t.pop(f"{Q}.weight.quant_state.bitsandbytes__nf4"),
+        f"{Q}.weight.quant_state.bitsandbytes__nf4 is missing",
+    ),
+    "no JSON": (
+        "bnb",
+        lambda t: t[f"{Q}.weight.quant_state.bitsandbytes__nf4"].fill_(7),
+        "quant_state.bitsandbytes__nf4 is damaged: JSONDecodeError",
+    ),
+    "another block": (
+        "bnb",
+        lambda t: t.update({STATE: state(blocksize=60)}),
+        "blocks of 60 do not divide the 64 columns",
+    ),
+    "a shape beyond the file": (
+        "bnb",
+        lambda t: t.update({STATE: state(shape=[64, 1 << 40])}),
+        r"q_proj.weight is \[2048, 1\], not \[35184372088832, 1\]",
+    ),
+    "in a GPU's order": (
+        "bnb-8",
+        lambda t: t[f"{Q}.weight_format"].fill_(2),
+        "weight_format is not 0: save the model with a newer bitsandbytes",
+    ),
+    "no unit": (
+        "compressed-nvfp4",
+        lambda t: t.pop(f"{Q}.weight_global_scale"),
+        f"{Q}.weight_global_scale is missing",
+    ),
+    "turned bytes": (
+        "modelopt-nvfp4",
+        lambda t: t.update({f"{Q}.weight_scale": t[f"{Q}.weight_scale"].T.contiguous()}),
+        r"weight_scale is \[4, 64\], not \[64, 4\]",
+    ),
     "another shape said": (
         "packed",
         lambda t: t.update({f"{Q}.weight_shape": torch.tensor([64, 999])}),
@@ -431,8 +551,8 @@ def test_modelopt_says_its_format_in_a_file_beside(tmp_path):
     checkpoint = FolderCheckpoint(folder)
     for weight, numbers in meant.items():
         np.testing.assert_array_equal(checkpoint.tensor(weight), numbers)
-    beside.write_text(json.dumps({"quantization": said | {"quant_algo": "NVFP4"}}))
-    with pytest.raises(ModelError, match="quant_algo is 'NVFP4'; it must be FP8"):
+    beside.write_text(json.dumps({"quantization": said | {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(ModelError, match="quant_algo is 'W4A8_AWQ'; it must be FP8"):
         FolderCheckpoint(folder)
 
 
@@ -445,7 +565,12 @@ def test_groups_that_are_none_are_refused_when_they_are_read(tmp_path):
 
 REFUSED = {
     "plain": (FP8, "no tensor is: remove quantization_config"),
-    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "are: fp8 .* GGUF"),
+    "hqq": ({"quant_method": "hqq"}, "are: fp8 .* GGUF"),
+    "as bfloat16": (BNB | {"bnb_4bit_quant_storage": "bfloat16"}, "must be 'uint8' to run here"),
+    "four and eight bits": (
+        BNB | {"load_in_8bit": True},
+        "load_in_4bit is True; it must be",
+    ),
     "three bits": (GPTQ | {"bits": 3}, "bits is 3; it must be 2, 4 or 8"),
     "gemv": (AWQ | {"version": "gemv"}, "gemm; gemv and marlin pack"),
     "marlin": (GPTQ | {"checkpoint_format": "marlin"}, "gptq or gptq_v2"),
@@ -462,10 +587,26 @@ REFUSED = {
     "fp4 experts": (FP8 | {"expert_dtype": "fp4"}, "expert_dtype is 'fp4'"),
     "e5m2": (FP8 | {"fmt": "e5m2"}, "fmt is 'e5m2'; it must be e4m3 or"),
     "unknown": (FP8 | {"rotate": True}, "quantization_config.rotate = True"),
-    "nvfp4": (compressed("nvfp4-pack-quantized"), "format is 'nvfp4-pack-quantized'; of"),
+    "mxfp6": (compressed("mxfp6-pack-quantized"), "format is 'mxfp6-pack-quantized'; of"),
+    "nvfp4 in other groups": (
+        of_floats("nvfp4-pack-quantized", 4, 32),
+        "group_size is 32; it must be",
+    ),
+    "nvfp4 with zeros": (
+        compressed("nvfp4-pack-quantized", **GROUP | {"type": "float", "symmetric": False}),
+        "strategy is 'group'; it must be group or tensor_group, symmetric",
+    ),
+    "smoothed": (
+        MODELOPT | {"quant_algo": "NVFP4_AWQ"},
+        "quant_algo is 'NVFP4_AWQ'; it must be FP8",
+    ),
+    "mixed without layers": (
+        MODELOPT | {"quant_algo": "MIXED_PRECISION"},
+        "quantized_layers is None; it must be an object of layers",
+    ),
     "six bits": (compressed("pack-quantized", num_bits=6), "num_bits is 6; it must be 8, or 4"),
     "mlx's seven": ({"bits": 7, "group_size": 64}, r"bits is \[7, 64\]; it must be one of"),
-    "mlx's mode": (MLX | {"mode": "mx"}, "quantization.mode is 'mx'; it must be affine, mxfp4,"),
+    "mlx's mode": (MLX | {"mode": "mx"}, "quantization.mode is 'mx'; it must be affine, nvfp4,"),
     "mlx's module": (MLX | {"model.layers.1": 4}, "model.layers.1 is 4; it must be true, false or"),
     "mlx's key": (MLX | {"rotate": 4}, "quantization.rotate is 4; it must be true, false or"),
     "no object": ("fp8", "quantization_config is 'fp8', not an object"),

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from forerun.checkpoints.grouped import Grouped
 from forerun.checkpoints.mapped import Packed, TensorEntry, TensorFile
 from forerun.checkpoints.quantised.grouped import grouped
-from forerun.checkpoints.quantised.matrices import PARTS, StoredMatrix, stored_matrix
+from forerun.checkpoints.quantised.layouts import PARTS
+from forerun.checkpoints.quantised.matrices import StoredMatrix, stored_matrix
 from forerun.checkpoints.quantised.method import Method
 from forerun.errors import ModelError
 from forerun.types import Floats
@@ -23,6 +24,8 @@ _OF_ACTIVATIONS = re.compile(
     r".*\.(input_scale|input_global_scale|activation_scale|output_scale|[kv]_scale|kv_scale)"
 )
 """Scales of activations, keys and values, which are not quantised here."""
+_OF_WEIGHTS = {*PARTS["bnb4"][0][1:], *PARTS["bnb4"][1]}
+"""The ends of names of tensors that bitsandbytes calls MODULE.weight.PART."""
 _BLOCKS = re.compile("_(blocks|scales)$")
 """The end of the names of gpt-oss's experts, which are no modules."""
 
@@ -82,6 +85,8 @@ def with_matrices(
     modules: dict[str, dict[str, tuple[TensorFile, str]]] = {}
     for name, file in files.items():
         module, _, part = (_BLOCKS.sub(r".\1", name) if blocks else name).rpartition(".")
+        if part in _OF_WEIGHTS:
+            module = module.removesuffix(".quant_state").removesuffix(".weight")
         if _OF_ACTIVATIONS.fullmatch(name):
             continue
         if part not in known or _plain(files, module, part):

@@ -38,6 +38,8 @@ def grouped(matrix: StoredMatrix) -> Grouped | None:
 
 def kind_of(method: Method) -> GroupedKind | None:
     """Return what numbers a method stores, if any product reads them."""
+    if method.numbers == "table":
+        return None
     if method.numbers == "fp4":
         return "mxfp4" if method.scale == "E8M0" else None
     if method.numbers == "float8":

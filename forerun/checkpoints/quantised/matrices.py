@@ -1,21 +1,4 @@
-"""Matrices stored in few bits, as float32. w [N,K] is the matrix, y = w x; q are its numbers, s
-scales, z zero points, b offsets: w = s (q - z) + b. A stream has numbers one after another along K,
-the lowest bits first. Experts' matrices may be one tensor, with an axis more in front of all parts.
-
-float8  weight float8[N,K]; weight_scale_inv or weight_scale s, one for each block of rows and
-        columns
-int8    weight int8[N,K]; weight_scale s; weight_zero_point z int8, as s
-packed  weight_packed int32[N,K/n], a stream, each more by 2^(bits-1); weight_scale s [N,K/group];
-        weight_zero_point, packed likewise along N, int32[N/n,K/group]; weight_shape; weight_g_idx
-gptq    qweight int32[K/n,N] along K; qzeros int32[K/group,N/n] along N; scales s [K/group,N];
-        g_idx int32[K] the group of every column
-awq     as gptq, but qweight int32[K,N/8] along N, and the eight numbers of a word are columns
-        0, 2, 4, 6, 1, 3, 5, 7 of eight, in qzeros too; no g_idx
-mlx     weight uint32[N,K*bits/32], a stream; scales s [N,K/group]; biases b, as s (MLX's affine
-        mode), or q are floats and s bytes: exponents (mxfp4, mxfp8) or E4M3 (nvfp4)
-blocks  NAME_blocks uint8[N,K/32,16], a stream of E2M1; NAME_scales uint8[N,K/32] exponents
-        (gpt-oss)
-"""
+"""Matrices stored in few bits, as float32, by the definitions of their layouts (layouts.py)."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -27,6 +10,7 @@ from numpy.typing import NDArray
 
 from forerun.checkpoints.grouped import MIDDLE
 from forerun.checkpoints.mapped import TensorEntry, TensorFile
+from forerun.checkpoints.quantised.layouts import INTEGERS, PARTS, QuantState, count, fitting
 from forerun.checkpoints.quantised.method import Layout, Method
 from forerun.checkpoints.quantised.numbers import VALUES, streamed, unpacked, widened
 from forerun.errors import ModelError
@@ -35,26 +19,12 @@ from forerun.types import AnyArray, Floats
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The index within a word of each of eight columns' numbers."""
 
-PARTS: dict[Layout, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "float8": (("weight",), ("weight_scale_inv", "weight_scale")),
-    "int8": (("weight", "weight_scale"), ("weight_zero_point",)),
-    "packed": (
-        ("weight_packed", "weight_scale"),
-        ("weight_zero_point", "weight_shape", "weight_g_idx"),
-    ),
-    "gptq": (("qweight", "qzeros", "scales"), ("g_idx",)),
-    "awq": (("qweight", "qzeros", "scales"), ()),
-    "mlx": (("weight", "scales"), ("biases",)),
-    "blocks": (("blocks", "scales"), ()),
-}
-"""The tensors of a matrix in each layout: (required ones, of which the first identifies the layout;
-optional ones).
-"""
-_SCALES = ("weight_scale_inv", "weight_scale", "scales")
+_SCALES = ("weight_scale_inv", "weight_scale", "scales", "absmax", "SCB")
 _ORDERS = ("g_idx", "weight_g_idx")
 """Tensors with the group of each column."""
 
-_INTEGERS = {"I8": "<i1", "I32": "<i4", "I64": "<i8"}
+_SHARE = np.float32(1 / 127)
+"""What bitsandbytes multiplies the largest number of a row by."""
 _ALL = slice(None)
 
 
@@ -107,7 +77,7 @@ class StoredMatrix:
         )
         groups, column = self.groups(columns)
         shared, numbers = self.shared(rows, groups), self.numbers(rows, columns)
-        values = VALUES.get(self.method.numbers)
+        values = self.values()
         wide = values[numbers] if values is not None else numbers.astype(np.float32)
         if shared.zeros is not None:
             wide -= shared.zeros.astype(np.float32)[:, column]
@@ -118,10 +88,38 @@ class StoredMatrix:
             wide += shared.offsets[:, column]
         return wide
 
+    def values(self) -> Floats | None:
+        """Return what numbers mean, as VALUES; None: themselves."""
+        if "quant_map" not in self.parts:
+            return VALUES.get(self.method.numbers)
+        return self._table("quant_map")
+
+    def _table(self, part: str) -> Floats:
+        """Return a vector of floats. Raises ModelError if one is not finite."""
+        entry, flat = self._stored(part)
+        return self._checked(part, widened(flat, entry.kind), entry.kind)
+
     @property
     def middle(self) -> int:
         """The zero point of all numbers, if groups have none of their own."""
-        return MIDDLE if self.method.layout == "packed" and self.method.bits == 4 else 0
+        method = self.method
+        four = method.bits == 4 and method.numbers == "integers"
+        return MIDDLE if method.layout == "packed" and four else 0
+
+    def unit(self) -> tuple[np.float32, np.float32]:
+        """Return what scales that are E4M3 are multiplied by and then divided by. Raises ModelError
+        for numbers that are not finite and positive.
+        """
+        ones = []
+        for part in ("weight_scale_2", "weight_global_scale"):
+            ones.append(np.float32(1))
+            if part in self.parts:
+                entry, flat = self._stored(part)
+                ones[-1] = widened(flat, entry.kind)[0]
+                if not 0 < ones[-1] < np.inf:
+                    name = self.parts[part][1]
+                    raise ModelError(f"{name} is {ones[-1]}; it must be finite and positive")
+        return ones[0], ones[1]
 
     def numbers(self, rows: slice, columns: slice) -> AnyArray:
         """Return [n,k], the numbers of some rows and columns: int8 if they are integers of 8 bits
@@ -148,7 +146,23 @@ class StoredMatrix:
             zeros = self._plane("weight_zero_point").view(np.int8)[of_rows, groups][spread]
         if "biases" in self.parts:
             offsets = self._finite("biases", of_rows, groups)
-        return Shared(self._finite(scale, of_rows, groups)[spread], zeros, offsets)
+        if "nested_absmax" in self.parts:
+            return Shared(self._nested(rows, groups))
+        scales = self._finite(scale, of_rows, groups)[spread]
+        if scale == "SCB":
+            scales = scales * _SHARE
+        if self.method.scale == "E4M3":
+            times, by = self.unit()
+            scales = scales * times / by
+        return Shared(scales, zeros, offsets)
+
+    def _nested(self, rows: slice, groups: slice) -> Floats:
+        """Return scales float32[n,groups] that are quantised themselves (bitsandbytes)."""
+        codes = self._plane("absmax")
+        places = np.arange(codes.size).reshape(codes.shape)[rows, groups] // QuantState.nested
+        scales = self._table("nested_quant_map")[codes[rows, groups]]
+        scales *= self._table("nested_absmax")[places]
+        return scales + np.float32(QuantState.of(self.name, self.parts).offset)
 
     def groups(self, columns: slice) -> tuple[slice, AnyArray | slice]:
         """Return the groups that contain these columns, and for each of these the index of its
@@ -206,7 +220,7 @@ class StoredMatrix:
         such as "qweight".
         """
         entry, flat = self._stored(part)
-        return flat.view(_INTEGERS[entry.kind]).reshape(entry.shape)
+        return flat.view(INTEGERS[entry.kind]).reshape(entry.shape)
 
     def bytes_of(self, part: str) -> NDArray[np.uint8]:
         """Return uint8[N,bytes of a row], a view of a tensor with a row for each of the matrix."""
@@ -226,7 +240,7 @@ class StoredMatrix:
         they are bytes, else with the bytes of each on one axis more.
         """
         entry, flat = self._stored(part)
-        columns = _count(self.shape[1], self.method.group)
+        columns = count(self.shape[1], self.method.group)
         if self.method.layout in ("gptq", "awq"):
             columns = self.shape[0]
         size = entry.size // math.prod(entry.shape)
@@ -239,6 +253,9 @@ class StoredMatrix:
         values = self._plane(part)[rows, columns]
         kind = self.method.scale or self._stored(part)[0].kind
         wide = widened(np.ascontiguousarray(values).ravel(), kind).reshape(values.shape[:2])
+        return self._checked(part, wide, kind)
+
+    def _checked(self, part: str, wide: Floats, kind: str) -> Floats:
         if not np.isfinite(wide).all():
             how = (
                 "has a scale of 255, which means NaN" if kind == "E8M0" else "holds NaN or infinity"
@@ -250,164 +267,9 @@ class StoredMatrix:
 def stored_matrix(
     name: str, methods: tuple[Method, ...], parts: Mapping[str, tuple[TensorFile, str]]
 ) -> StoredMatrix:
-    """Return the matrix of a module's tensors, by the method that fits them, checked. Raises
-    ModelError naming the tensor that is missing, left over, of another type or of another shape.
-    """
-    named = [method for method in methods if name in method.modules]
-    methods = tuple(named or (method for method in methods if not method.modules))
-    fitting = [method for method in methods if parts.keys() >= set(PARTS[method.layout][0])]
-    if not fitting:
-        required = " or ".join(sorted({", ".join(PARTS[method.layout][0]) for method in methods}))
-        raise ModelError(f"{name} has {', '.join(sorted(parts))}; it needs {required}")
-    # Groups of modules differ at most in size, which the shape of the scales shows.
-    faults = []
-    for method in fitting:
-        try:
-            return _checked(name, method, parts)
-        except ModelError as error:
-            faults.append(error)
-    raise faults[0]
-
-
-def _checked(
-    name: str, method: Method, parts: Mapping[str, tuple[TensorFile, str]]
-) -> StoredMatrix:
-    required, optional = PARTS[method.layout]
-    rest = sorted(parts.keys() - set(required) - set(optional))
-    if rest:
-        raise ModelError(f"{name} has {', '.join(rest)}, which {method.title} has not")
-    if {"weight_scale_inv", "weight_scale"} <= parts.keys():
-        raise ModelError(f"{name} has weight_scale_inv and weight_scale; {method.title} has one")
-    shapes = {part: file.tensors[stored].shape for part, (file, stored) in parts.items()}
-    kinds = {part: file.tensors[stored].kind for part, (file, stored) in parts.items()}
-    whole = _shape(name, method, shapes, parts)
-    for part, (allowed, types) in _expected(method, whole, shapes).items():
-        if part not in shapes:
-            other = ", and so is weight_scale_inv" if part == "weight_scale" else ""
-            raise ModelError(f"{name}.{part} is missing{other}; {method.title} needs it")
-        if kinds[part] not in types:
-            raise ModelError(
-                f"{parts[part][1]} is stored as {kinds[part]}, not {' or '.join(types)}"
-            )
-        if shapes[part] not in allowed:
-            expected_text = " or ".join(str(list(each)) for each in allowed)
-            raise ModelError(
-                f"{parts[part][1]} is {list(shapes[part])}, not {expected_text}: "
-                f"{method.title}, a matrix of {' x '.join(map(str, whole))}"
-            )
+    """Return the matrix of a module's tensors, checked. Raises ModelError as `fitting`."""
+    method, whole = fitting(name, methods, parts)
     return StoredMatrix(name, method, parts, whole)
-
-
-def _shape(
-    name: str,
-    method: Method,
-    shapes: Mapping[str, tuple[int, ...]],
-    parts: Mapping[str, tuple[TensorFile, str]],
-) -> tuple[int, ...]:
-    """Return (N, K), or (experts, N, K), from the tensor with the numbers."""
-    first = PARTS[method.layout][0][0]
-    known = shapes[first]
-    if method.layout == "blocks":
-        if len(known) != 4 or known[3] * 2 != method.group:
-            raise ModelError(
-                f"{parts[first][1]} is {list(known)}; it must be [experts, rows, groups, 16]"
-            )
-        return (*known[:2], known[2] * method.group)
-    if len(known) != 2 and (method.layout != "mlx" or len(known) != 3):
-        raise ModelError(f"{name} is stored as {list(known)}; it must have two dimensions")
-    words = 32 // method.bits
-    match method.layout:
-        case "gptq":
-            return known[1], known[0] * words
-        case "awq":
-            return known[1] * words, known[0]
-        case "packed":
-            return known[0], _declared_columns(name, shapes, parts, known[1] * words, known[0])
-        case "mlx":
-            return (*known[:-1], known[-1] * 32 // method.bits)
-    return known
-
-
-def _declared_columns(
-    name: str,
-    shapes: Mapping[str, tuple[int, ...]],
-    parts: Mapping[str, tuple[TensorFile, str]],
-    most: int,
-    rows: int,
-) -> int:
-    """Return K from weight_shape, since the last word of a row may not be full."""
-    if "weight_shape" not in parts:
-        return most
-    file, stored = parts["weight_shape"]
-    there = file.tensors[stored]
-    if there.shape != (2,) or there.kind not in ("I32", "I64"):
-        raise ModelError(f"{name}.weight_shape is not two whole numbers")
-    flat = file.data[there.start : there.start + there.size].view(_INTEGERS[there.kind])
-    declared_rows, declared = flat.tolist()
-    if declared_rows != rows or not most - 32 < declared <= most:
-        raise ModelError(
-            f"{name}.weight_shape says {declared_rows} x {declared}, its tensors otherwise"
-        )
-    return int(declared)
-
-
-_Expected = dict[str, tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]]
-_FLOATS = ("F32", "F16", "BF16")
-
-
-def _expected(
-    method: Method, whole: tuple[int, ...], shapes: Mapping[str, tuple[int, ...]]
-) -> _Expected:
-    """Return the shapes and types that each tensor may have."""
-    rows, columns = whole[-2:]
-    words = 32 // method.bits
-    groups = _count(columns, method.group)
-    scale_types = ("U8",) if method.scale else _FLOATS
-    if method.layout in ("mlx", "blocks"):
-        shared = ((*whole[:-1], groups),)
-        if method.layout == "blocks":
-            return {"blocks": ((shapes["blocks"],), ("U8",)), "scales": (shared, scale_types)}
-        packed = (*whole[:-1], columns * method.bits // 32)
-        expected: _Expected = {"weight": ((packed,), ("U32",)), "scales": (shared, scale_types)}
-        return expected | ({} if method.scale else {"biases": (shared, scale_types)})
-    if method.layout in ("gptq", "awq"):
-        expected = {
-            "qzeros": (((groups, rows // words),), ("I32",)),
-            "scales": (((groups, rows),), _FLOATS),
-            PARTS[method.layout][0][0]: ((shapes["qweight"],), ("I32",)),
-        }
-        if "g_idx" in shapes:
-            expected["g_idx"] = (((columns,),), ("I32",))
-        return expected
-    blocks = (_count(rows, method.rows), groups)
-    scales: list[tuple[int, ...]] = [blocks]
-    if blocks == (1, 1):
-        scales += [(1,), ()]
-    elif blocks[1] == 1:
-        scales.append((blocks[0],))
-    scale = "weight_scale_inv" if "weight_scale_inv" in shapes else "weight_scale"
-    expected = {scale: (tuple(scales), _FLOATS)}
-    if method.layout == "packed":
-        expected["weight_packed"] = (((rows, -(-columns // words)),), ("I32",))
-        if method.zeros:
-            expected["weight_zero_point"] = (((-(-rows // words), groups),), ("I32",))
-        if "weight_g_idx" in shapes:
-            expected["weight_g_idx"] = (((columns,),), ("I32",))
-        return expected
-    if method.layout == "int8":
-        expected["weight"] = ((whole,), ("I8",))
-        if method.zeros:
-            expected["weight_zero_point"] = (tuple(scales), ("I8",))
-    else:
-        expected["weight"] = ((whole,), ("F8_E4M3",))
-    return expected
-
-
-def _count(length: int, part: int) -> int:
-    """Return the number of blocks of `part` in `length`, of which the last may be smaller; 0 = one
-    block.
-    """
-    return -(-length // part) if part else 1
 
 
 def _within(part: slice, each: int) -> tuple[slice, slice]:
@@ -426,7 +288,7 @@ def _signed(matrix: StoredMatrix, numbers: NDArray[np.uint8]) -> AnyArray:
 
 def _whole_bytes(matrix: StoredMatrix, rows: slice, columns: slice) -> AnyArray:
     numbers = matrix.bytes_of("weight")[rows, columns]
-    return numbers.view(np.int8) if matrix.method.layout == "int8" else numbers
+    return numbers if matrix.method.numbers == "float8" else numbers.view(np.int8)
 
 
 def _of_stream(matrix: StoredMatrix, rows: slice, columns: slice) -> AnyArray:
@@ -434,8 +296,10 @@ def _of_stream(matrix: StoredMatrix, rows: slice, columns: slice) -> AnyArray:
     method = matrix.method
     eights, inside = _within(columns, 8)
     octets = slice(eights.start * method.bits, eights.stop * method.bits)
-    part = PARTS[method.layout][0][0]
-    numbers = streamed(matrix.bytes_of(part)[rows, octets], method.bits)[:, inside]
+    stored = matrix.bytes_of(PARTS[method.layout][0][0])[rows, octets]
+    if method.layout == "bnb4":
+        stored = np.bitwise_or(stored >> 4, stored << 4, dtype=np.uint8)
+    numbers = streamed(stored, method.bits)[:, inside]
     return _signed(matrix, numbers) if method.layout == "packed" else numbers
 
 
@@ -487,4 +351,7 @@ _NUMBERS: dict[Layout, Callable[[StoredMatrix, slice, slice], AnyArray]] = {
     "awq": _of_awq,
     "mlx": _of_stream,
     "blocks": _of_stream,
+    "modelopt": _of_stream,
+    "bnb4": _of_stream,
+    "bnb8": _whole_bytes,
 }

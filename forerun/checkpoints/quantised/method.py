@@ -8,23 +8,26 @@ from typing import Any, Literal
 from forerun.errors import ModelError
 from forerun.networks.keys import Keys, shown
 
-Layout = Literal["float8", "gptq", "awq", "packed", "int8", "blocks", "mlx"]
+Layout = Literal[
+    "float8", "int8", "packed", "gptq", "awq", "mlx", "blocks", "modelopt", "bnb4", "bnb8"
+]
 """The layout of a matrix in its file: see `matrices`."""
 
 READ = (
     "fp8 (float8 E4M3 with scales per block or tensor)",
-    "compressed-tensors (float-quantized, int-quantized, naive-quantized, pack-quantized)",
+    "compressed-tensors (float-, int-, naive-, pack-, nvfp4-pack-, mxfp4-pack-, mxfp8-quantized)",
     "gptq (2, 4 and 8 bits)",
     "awq (gemm, 4 bits)",
     "mxfp4 (gpt-oss's experts)",
-    "modelopt (FP8)",
+    "modelopt (FP8, NVFP4, MXFP8)",
     "auto-round (packed as gptq or awq)",
     "fbgemm_fp8",
+    "bitsandbytes (nf4, fp4, int8)",
     "MLX (affine of 2 to 8 bits, mxfp4, mxfp8, nvfp4)",
 )
 
 
-Numbers = Literal["integers", "float8", "fp4"]
+Numbers = Literal["integers", "float8", "fp4", "table"]
 Scale = Literal["", "E8M0", "E4M3"]
 
 
@@ -87,8 +90,9 @@ def read_method(config: Mapping[str, Any]) -> tuple[Method, ...]:
         "awq": _awq,
         "mxfp4": _mxfp4,
         "compressed-tensors": _compressed,
-        "modelopt": _modelopt,
+        **dict.fromkeys(("modelopt", "modelopt_fp4", "modelopt_mixed"), _modelopt),
         "fbgemm_fp8": _fbgemm,
+        "bitsandbytes": _bitsandbytes,
         "auto-round": _auto_round,
         "intel/auto-round": _auto_round,
     }
@@ -216,17 +220,22 @@ def _awq(keys: Keys) -> tuple[Method, ...]:
 
 def _mxfp4(keys: Keys) -> tuple[Method, ...]:
     """Return the method of gpt-oss's experts; its other matrices are floats."""
-    title = "MXFP4, floats of 4 bits in groups of 32"
-    return (Method(title, "blocks", 4, 32, numbers="fp4", scale="E8M0"),)
+    return (_FLOATS["mxfp4"],)
 
 
-_MLX_BITS = (2, 3, 4, 5, 6, 8)
-_MLX_FLOATS: dict[str, tuple[int, int, Numbers, Scale]] = {
-    "mxfp4": (4, 32, "fp4", "E8M0"),
-    "mxfp8": (8, 32, "float8", "E8M0"),
-    "nvfp4": (4, 16, "fp4", "E4M3"),
+_FLOATS = {
+    "nvfp4": Method(
+        "NVFP4, floats of 4 bits in groups of 16", "packed", 4, 16, numbers="fp4", scale="E4M3"
+    ),
+    "mxfp4": Method(
+        "MXFP4, floats of 4 bits in groups of 32", "blocks", 4, 32, numbers="fp4", scale="E8M0"
+    ),
+    "mxfp8": Method(
+        "MXFP8, float8 in groups of 32", "float8", 8, 32, numbers="float8", scale="E8M0"
+    ),
 }
-"""MLX's modes of floats -> bits, columns of a group, numbers and scales."""
+"""Floats of few bits whose scales are bytes, in one of their layouts."""
+_MLX_BITS = (2, 3, 4, 5, 6, 8)
 
 
 def without_wrapper(name: str) -> str:
@@ -260,34 +269,78 @@ def _mlx_method(keys: Keys) -> Method:
                 "bits", [bits, group], f"one of {_MLX_BITS} with group_size 32, 64 or 128"
             )
         return Method(f"MLX, {bits} bits in groups of {group}", "mlx", bits, group)
-    if mode not in _MLX_FLOATS:
-        raise keys.unfit("mode", mode, f"affine, {', '.join(_MLX_FLOATS)}")
-    expected, group, numbers, scale = _MLX_FLOATS[mode]
-    keys.require("bits", expected)
-    keys.require("group_size", group)
-    title = f"MLX, {mode} in groups of {group}"
-    return Method(title, "mlx", bits, group, numbers=numbers, scale=scale)
+    if mode not in _FLOATS:
+        raise keys.unfit("mode", mode, f"affine, {', '.join(_FLOATS)}")
+    method = replace(_FLOATS[mode], layout="mlx", title=f"MLX, {_FLOATS[mode].title}")
+    _require(keys, bits=method.bits, group_size=method.group)
+    return method
 
 
-_FP8_ROWS = {"FP8": 0, "FP8_PER_CHANNEL_PER_TOKEN": 1}
+def _require(keys: Keys, **values: int | str) -> None:
+    for name, value in values.items():
+        keys.require(name, value)
+
+
+_MODELOPT = {
+    "FP8": Method("float8, one scale for a matrix", "float8", 8, 0, 0, numbers="float8"),
+    "FP8_PER_CHANNEL_PER_TOKEN": Method(
+        "float8, a scale per row", "float8", 8, 0, 1, numbers="float8"
+    ),
+    "NVFP4": replace(_FLOATS["nvfp4"], layout="modelopt"),
+    "W4A16_NVFP4": replace(_FLOATS["nvfp4"], layout="modelopt"),
+    "MXFP8": _FLOATS["mxfp8"],
+}
 
 
 def _modelopt(keys: Keys) -> tuple[Method, ...]:
-    """Return the method of NVIDIA's ModelOpt: float8 with a scale for a matrix, or for each row."""
-    algorithm = keys.text("quant_algo")
-    if algorithm not in _FP8_ROWS:
-        raise keys.unfit("quant_algo", algorithm, " or ".join(_FP8_ROWS))
-    for name in ("config_groups", "producer", "exclude_modules"):
+    """Return the methods of NVIDIA's ModelOpt; those of single layers are in MIXED_PRECISION."""
+    for name in ("config_groups", "producer", "exclude_modules", "kv_cache_scheme"):
         keys.get(name)
-    rows = _FP8_ROWS[algorithm]
-    how = "a scale per row" if rows else "one scale for a matrix"
-    return (Method(f"ModelOpt, float8, {how}", "float8", 8, 0, rows, numbers="float8"),)
+    mixed, layers = keys.text("quant_algo") == "MIXED_PRECISION", keys.get("quantized_layers")
+    if mixed and (not isinstance(layers, dict) or not layers):
+        raise keys.unfit("quantized_layers", layers, "an object of layers")
+    sources = [keys]
+    if mixed:
+        place = f"{keys.prefix}quantized_layers."
+        each_own = ((name, own if isinstance(own, dict) else {}) for name, own in layers.items())
+        sources = [Keys(own, f"{place}{name}.") for name, own in each_own]
+    methods = []
+    for each in sources:
+        algorithm = each.text("quant_algo")
+        if algorithm not in _MODELOPT:
+            raise each.unfit("quant_algo", algorithm, ", ".join(_MODELOPT))
+        method = _MODELOPT[algorithm]
+        each.require("group_size", method.group)
+        if mixed:
+            each.refuse_the_rest(_harmless)
+        methods.append(replace(method, title=f"ModelOpt, {method.title}"))
+    return tuple(dict.fromkeys(methods))
 
 
 def _fbgemm(keys: Keys) -> tuple[Method, ...]:
     """Return the method of Meta's Llama 3.1 in float8: a scale per row."""
     keys.get("activation_scale_ub")
     return (Method("float8, a scale per row", "float8", 8, 0, 1, numbers="float8"),)
+
+
+def _bitsandbytes(keys: Keys) -> tuple[Method, ...]:
+    """Return the method of bitsandbytes: QLoRA's 4 bits (arXiv 2305.14314), whose groups the files
+    describe, or LLM.int8's (arXiv 2208.07339), whose activations are not rounded here.
+    """
+    keys.require("bnb_4bit_quant_storage", "uint8")
+    for name in ("bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant", "llm_int8_skip_modules"):
+        keys.get(name)
+    for name in ("llm_int8_threshold", "llm_int8_enable_fp32_cpu_offload"):
+        keys.get(name)
+    kind, four = keys.text("bnb_4bit_quant_type", "fp4"), keys.flag("load_in_4bit", False)
+    if four == keys.flag("load_in_8bit", False):
+        raise keys.unfit("load_in_4bit", four, "true, or load_in_8bit, and not both")
+    for name, value in (("_load_in_4bit", four), ("_load_in_8bit", not four)):
+        if keys.flag(name, value) != value:
+            raise keys.unfit(name, not value, str(value).lower())
+    if not four:
+        return (Method("bitsandbytes, 8-bit integers with a scale per row", "bnb8", 8, 0, 1),)
+    return (Method(f"bitsandbytes, {kind}, 4 bits", "bnb4", 4, 64, numbers="table"),)
 
 
 def _auto_round(keys: Keys) -> tuple[Method, ...]:
@@ -339,22 +392,28 @@ def _compressed(keys: Keys) -> tuple[Method, ...]:
 
 
 _FORMATS = ("pack-quantized", "float-quantized", "int-quantized", "naive-quantized")
+_OF_FLOATS: dict[str, Method] = {
+    "nvfp4-pack-quantized": _FLOATS["nvfp4"],
+    "mxfp4-pack-quantized": replace(_FLOATS["mxfp4"], layout="packed"),
+    "mxfp8-quantized": _FLOATS["mxfp8"],
+}
 
 
 def _compressed_group(keys: Keys, form: Any) -> Method:
-    if form not in _FORMATS:
+    if form not in (*_FORMATS, *_OF_FLOATS):
         raise ModelError(
             f"config.json: quantization_config.format is {shown(form)}; of compressed-tensors "
-            f"these are read: {', '.join(_FORMATS)}"
+            f"these are read: {', '.join((*_FORMATS, *_OF_FLOATS))}"
         )
-    bits, kind = keys.integer("num_bits"), keys.text("type", "int")
-    packed = form == "pack-quantized"
-    if kind not in ("int", "float") or (packed and kind == "float"):
-        raise keys.unfit("type", kind, "int, or float where the format is not pack-quantized")
-    if bits not in ((4, 8) if packed else (8,)):
-        raise keys.unfit("num_bits", bits, "8, or 4 where the format is pack-quantized")
-    rows, group, how = _strategy(keys)
     zeros = not keys.flag("symmetric", True)
+    if form in _OF_FLOATS:
+        method = _OF_FLOATS[form]
+        _require(keys, num_bits=method.bits, type="float", group_size=method.group)
+        if zeros or keys.text("strategy", "group") not in ("group", "tensor_group"):
+            raise keys.unfit("strategy", keys.get("strategy"), "group or tensor_group, symmetric")
+        keys.get("block_structure")
+    else:
+        method = _compressed_integers(keys, form, zeros)
     order = keys.get("actorder")
     if order not in (None, False, True, "group", "weight", "static", "dynamic"):
         raise keys.unfit("actorder", order, "group, weight or absent")
@@ -363,8 +422,19 @@ def _compressed_group(keys: Keys, form: Any) -> Method:
     for name in ("observer", "observer_kwargs", "scale_dtype", "zp_dtype"):
         keys.get(name)
     keys.refuse_the_rest(lambda _, value: value in (None, False, {}, []))
-    number = f"float{bits}" if kind == "float" else f"{bits}-bit integers"
-    title = f"compressed-tensors, {number}, {how}"
+    return replace(method, title=f"compressed-tensors, {method.title}")
+
+
+def _compressed_integers(keys: Keys, form: str, zeros: bool) -> Method:
+    """Return the method of integers, or of float8 with floats as scales."""
+    bits, kind = keys.integer("num_bits"), keys.text("type", "int")
+    packed = form == "pack-quantized"
+    if kind not in ("int", "float") or (packed and kind == "float"):
+        raise keys.unfit("type", kind, "int, or float where the format is not pack-quantized")
+    if bits not in ((4, 8) if packed else (8,)):
+        raise keys.unfit("num_bits", bits, "8, or 4 where the format is pack-quantized")
+    rows, group, how = _strategy(keys)
+    title = f"{f'float{bits}' if kind == 'float' else f'{bits}-bit integers'}, {how}"
     layout: Layout = "packed" if packed else "float8" if kind == "float" else "int8"
     numbers: Numbers = "float8" if layout == "float8" else "integers"
     return Method(title, layout, bits, group, rows, zeros, numbers=numbers)

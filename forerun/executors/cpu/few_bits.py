@@ -13,8 +13,8 @@ from forerun.types import AnyArray
 TILE = 128
 """Inputs per tile of the core's format `kQ4Z`, which share a scale and a zero point."""
 _GROUP = 32
-ROUNDED = ", scales made float16"
-"""The end of the name of a format in which the core rounds the file's scales."""
+ROUNDED = ", some scales rounded"
+"""The end of the name of a format whose scales, in the core float16, are not all exact."""
 INTEGERS = "4-bit integers"
 """One scale and zero point for 128 inputs, or a multiple of that (GPTQ, AWQ)."""
 SMALL = "4-bit integers in groups below 128"

@@ -168,7 +168,7 @@ def sentence(checkpoint: Checkpoint, dtype: str) -> str:
     rounded = {kind for kind in kinds if kind.endswith(ROUNDED)} - small
     unchanged = sorted(kinds & _KINDS.keys() - small - (names.keys() if parts else set()))
     parts += [f"{', '.join(unchanged)} as in the file"] if unchanged else []
-    parts += [f"{kind} where float16 has not all of them" for kind in sorted(rounded)]
+    parts += sorted(rounded)
     other = sorted(kinds - _KINDS.keys() - small - rounded)
     parts += [f"{', '.join(other)} made q8_0"] if other else []
     parts += [f"{kind} as the same numbers in 8 bits" for kind in sorted(small)]
