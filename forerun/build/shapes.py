@@ -15,8 +15,8 @@ import numpy as np
 
 from forerun.checkpoints.grouped import Grouped, GroupedRows
 from forerun.checkpoints.mapped import Packed
+from forerun.checkpoints.quantised.config import read_method
 from forerun.checkpoints.quantised.grouped import kind_of
-from forerun.checkpoints.quantised.method import read_method
 from forerun.networks.arch import Architecture, Rope, expected_tensors, plain_layers
 from forerun.networks.layer_spec import AttentionSpec, Dense, Experts, Latent, LayerSpec, Router
 from forerun.types import Floats

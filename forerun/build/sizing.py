@@ -21,7 +21,7 @@ from forerun.build.token_map import sized
 from forerun.cache_dir import home_path
 from forerun.checkpoints.checkpoint import Checkpoint
 from forerun.checkpoints.folder import config_of
-from forerun.checkpoints.quantised.method import read_method
+from forerun.checkpoints.quantised.config import read_method
 from forerun.drafts.ngram_table import FILE as TABLE
 from forerun.drafts.standalone_draft import StandaloneDraft, equal_vocabulary
 from forerun.errors import ConfigError, MemoryPlanError

@@ -22,8 +22,9 @@ from forerun.checkpoints.naming import (
     layer_pieces,
 )
 from forerun.checkpoints.prediction_naming import divided
+from forerun.checkpoints.quantised.config import read_method, without_wrapper
 from forerun.checkpoints.quantised.files import with_matrices
-from forerun.checkpoints.quantised.method import Method, read_method, without_wrapper
+from forerun.checkpoints.quantised.method import Method
 from forerun.checkpoints.shard import FLOATS, QUANTISED, read_shard
 from forerun.errors import ModelError, reason_of
 from forerun.networks.arch import Architecture, expected_tensors

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from forerun.checkpoints.folder import FolderCheckpoint
 from forerun.checkpoints.grouped import MIDDLE
 from forerun.checkpoints.mapped import TensorEntry, TensorFile
+from forerun.checkpoints.quantised.config import read_method
 from forerun.checkpoints.quantised.files import with_matrices
-from forerun.checkpoints.quantised.method import read_method
 from forerun.checkpoints.quantised.numbers import VALUES, widened
 from forerun.checkpoints.tensor_parallel import RankCheckpoint, TensorParallel
 from forerun.errors import ModelError
@@ -53,6 +53,21 @@ def of_floats(form, bits, group):
     activations = made["config_groups"]["group_0"]["weights"] | {"dynamic": "local"}
     made["config_groups"]["group_0"] |= {"input_activations": activations, "format": form}
     return made
+
+
+def quark(dtype, scheme, **weight):
+    """As Quark 0.13 exports it."""
+    spec = {"dtype": dtype, "qscheme": scheme, "ch_axis": 0, "is_dynamic": False, "bias": None}
+    spec |= {"zero_point_type": "int32", "observer_cls": "PerTensorMinMaxObserver"} | weight
+    return {
+        "quant_method": "quark",
+        "algo_config": [{"name": "awq", "scaling_layers": []}],
+        "exclude": ["lm_head"],
+        "export": {"weight_format": "real_quantized", "pack_method": "reorder"},
+        "global_quant_config": {"weight": spec, "input_tensors": None, "bias": None},
+        "layer_quant_config": {"*lm_head": {"weight": None}},
+        **{"layer_type_quant_config": {}, "kv_cache_post_rope": False, "version": "0.13"},
+    }
 
 
 def shuffled(weight):
@@ -169,6 +184,23 @@ FORMATS = {
         | dict.fromkeys(("load_in_4bit", "_load_in_4bit"), False)
         | dict.fromkeys(("load_in_8bit", "_load_in_8bit"), True),
         packers.eight_bits_by_rows,
+    ),
+    "quark-fp8": (
+        quark("fp8_e4m3", "per_tensor"),
+        lambda w: packers.float8(w, 0, 0, "weight_scale"),
+    ),
+    "quark-fp8-rows": (
+        quark("fp8_e4m3", "per_channel"),
+        lambda w: packers.float8(w, 1, 0, "weight_scale"),
+    ),
+    "quark-uint4": (quark("uint4", "per_group", ch_axis=-1, group_size=16), packers.quark),
+    "quark-int4": (
+        quark("int4", "per_group", ch_axis=-1, group_size=16),
+        partial(packers.quark, signed=True),
+    ),
+    "quark-mxfp4": (
+        quark("fp4", "per_group", ch_axis=-1, group_size=32, scale_format="e8m0"),
+        partial(packers.packed_floats, mode="mxfp4", by="modelopt"),
     ),
     "modelopt-nvfp4": (
         MODELOPT | {"quant_algo": "NVFP4", "group_size": 16},
@@ -567,6 +599,28 @@ REFUSED = {
     "plain": (FP8, "no tensor is: remove quantization_config"),
     "hqq": ({"quant_method": "hqq"}, "are: fp8 .* GGUF"),
     "as bfloat16": (BNB | {"bnb_4bit_quant_storage": "bfloat16"}, "must be 'uint8' to run here"),
+    "rotated": (
+        quark("int8", "per_tensor") | {"algo_config": {"name": "rotation"}},
+        "algo_config is",
+    ),
+    "quark's order": (
+        quark("int8", "per_tensor") | {"export": {"pack_method": "order"}},
+        "export.pack_method is 'order'; it must be 'reorder'",
+    ),
+    "quark's groups": (quark("fp8_e4m3", "per_group", ch_axis=-1), "dtype is 'fp8_e4m3 per_group'"),
+    "quark in two steps": (
+        quark("int8", "per_tensor") | {"global_quant_config": {"weight": [{}, {}]}},
+        "global_quant_config is .*; it must be an object whose weight is one",
+    ),
+    "int4 beside uint4": (
+        quark("int4", "per_group", ch_axis=-1)
+        | {
+            "layer_quant_config": {
+                "*": quark("uint4", "per_group", ch_axis=-1)["global_quant_config"]
+            }
+        },
+        "it must be one of them for all layers",
+    ),
     "four and eight bits": (
         BNB | {"load_in_8bit": True},
         "load_in_4bit is True; it must be",

@@ -21,7 +21,7 @@ QUANTISED = "quantised"
 """`TensorEntry.kind` of such a matrix."""
 
 _OF_ACTIVATIONS = re.compile(
-    r".*\.(input_scale|input_global_scale|activation_scale|output_scale|[kv]_scale|kv_scale)"
+    r".*\.(input_scale|input_global_scale|activation_scale|output_scale|(input|output)_zero_point|[kv]_scale|kv_scale)"
 )
 """Scales of activations, keys and values, which are not quantised here."""
 _OF_WEIGHTS = {*PARTS["bnb4"][0][1:], *PARTS["bnb4"][1]}

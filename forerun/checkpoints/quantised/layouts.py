@@ -11,11 +11,13 @@ packed  weight_packed int32[N,K/n], a stream, each more by 2^(bits-1); weight_sc
         weight_zero_point, packed likewise along N, int32[N/n,K/group]; weight_shape; weight_g_idx.
         Or weight_packed uint8[N,K/2] of E2M1, s exponents (mxfp4), or E4M3 to be divided by
         weight_global_scale (nvfp4)
-modelopt  weight uint8[N,K/2] of E2M1; weight_scale E4M3 [N,K/16] times weight_scale_2
+fp4     weight uint8[N,K/2], a stream of E2M1; weight_scale exponents [N,K/32] (Quark), or E4M3
+        [N,K/16] times weight_scale_2 (ModelOpt)
 gptq    qweight int32[K/n,N] along K; qzeros int32[K/group,N/n] along N; scales s [K/group,N];
         g_idx int32[K] the group of every column
 awq     as gptq, but qweight int32[K,N/8] along N, and the eight numbers of a word are columns
         0, 2, 4, 6, 1, 3, 5, 7 of eight, in qzeros too; no g_idx
+quark   as awq, but weight, weight_zero_point and weight_scale; q and z may be in two's complement
 mlx     weight uint32[N,K*bits/32], a stream; scales s [N,K/group]; biases b, as s (MLX's affine
         mode), or q are floats and s bytes: exponents (mxfp4, mxfp8) or E4M3 (nvfp4)
 bnb4    weight uint8[N*K/2,1] of places in quant_map float32[16], the first in the high bits;
@@ -46,9 +48,10 @@ PARTS: dict[Layout, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("weight_packed", "weight_scale"),
         ("weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale"),
     ),
-    "modelopt": (("weight", "weight_scale", "weight_scale_2"), ()),
+    "fp4": (("weight", "weight_scale"), ("weight_scale_2",)),
     "gptq": (("qweight", "qzeros", "scales"), ("g_idx",)),
     "awq": (("qweight", "qzeros", "scales"), ()),
+    "quark": (("weight", "weight_zero_point", "weight_scale"), ()),
     "mlx": (("weight", "scales"), ("biases",)),
     "blocks": (("blocks", "scales"), ()),
     "bnb4": (("weight", "absmax", "quant_map"), ("nested_absmax", "nested_quant_map", *STATES)),
@@ -153,11 +156,11 @@ def _shape(
     match method.layout:
         case "gptq":
             shape = known[1], known[0] * words
-        case "awq":
+        case "awq" | "quark":
             shape = known[1] * words, known[0]
         case "packed":
             shape = known[0], _declared_columns(name, shapes, parts, known[1] * words, known[0])
-        case "mlx" | "modelopt":
+        case "mlx" | "fp4":
             shape = (*known[:-1], known[-1] * words if words else known[-1] * 32 // method.bits)
         case "bnb4":
             shape = QuantState.of(name, parts).shape
@@ -218,10 +221,11 @@ def _expected(
     by_block = (blocks, *(_ONE if blocks == (1, 1) else ((blocks[0],),) if groups == 1 else ()))
     made: dict[str, _Tensor] = {}
     match method.layout:
-        case "gptq" | "awq":
-            made["qweight"] = _Tensor(("I32",), (shapes["qweight"],))
-            made["qzeros"] = _Tensor(("I32",), ((groups, rows // words),))
-            made["scales"] = _Tensor(kinds, ((groups, rows),))
+        case "gptq" | "awq" | "quark":
+            numbers, zeros, scales = PARTS[method.layout][0]
+            made[numbers] = _Tensor(("I32",), (shapes[numbers],))
+            made[zeros] = _Tensor(("I32",), ((groups, rows // words),))
+            made[scales] = _Tensor(kinds, ((groups, rows),))
             if method.layout == "gptq":
                 made["g_idx"] = _Tensor(("I32",), ((columns,),), False)
         case "mlx":
@@ -232,16 +236,17 @@ def _expected(
         case "blocks":
             made["blocks"] = _Tensor(("U8",), (shapes["blocks"],))
             made["scales"] = _Tensor(kinds, each)
-        case "modelopt":
+        case "fp4":
             made["weight"] = _Tensor(("U8",), ((rows, columns // words),))
             made["weight_scale"] = _Tensor(kinds, by_block)
-            made["weight_scale_2"] = _Tensor(("F32",), _ONE)
+            if method.scale == "E4M3":
+                made["weight_scale_2"] = _Tensor(("F32",), _ONE)
         case "packed":
             stored = ("U8" if method.numbers == "fp4" else "I32",)
             made["weight_packed"] = _Tensor(stored, ((rows, -(-columns // words)),))
             made["weight_scale"] = _Tensor(kinds, by_block)
-            zeros = ((-(-rows // words), groups),)
-            made["weight_zero_point"] = _Tensor(("I32",), zeros, method.zeros)
+            points = ((-(-rows // words), groups),)
+            made["weight_zero_point"] = _Tensor(("I32",), points, method.zeros)
             made["weight_g_idx"] = _Tensor(("I32",), ((columns,),), False)
             if method.scale == "E4M3":
                 made["weight_global_scale"] = _Tensor(("F32",), _ONE)

@@ -20,6 +20,8 @@ _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """The index within a word of each of eight columns' numbers."""
 
 _SCALES = ("weight_scale_inv", "weight_scale", "scales", "absmax", "SCB")
+_TURNED: tuple[Layout, ...] = ("gptq", "awq", "quark")
+"""Layouts whose tensors have a column for each row of the matrix."""
 _ORDERS = ("g_idx", "weight_g_idx")
 """Tensors with the group of each column."""
 
@@ -131,7 +133,7 @@ class StoredMatrix:
         """Return what some groups of some rows share. Axes that are one block have length 1."""
         layout, method = self.method.layout, self.method
         scale = next(name for name in _SCALES if name in self.parts)
-        if layout in ("gptq", "awq"):
+        if layout in _TURNED:
             return Shared(self._finite(scale, groups, rows).T, _zeros(self, rows)[groups].T)
         each = method.rows
         spread: AnyArray | slice = _ALL
@@ -241,7 +243,7 @@ class StoredMatrix:
         """
         entry, flat = self._stored(part)
         columns = count(self.shape[1], self.method.group)
-        if self.method.layout in ("gptq", "awq"):
+        if self.method.layout in _TURNED:
             columns = self.shape[0]
         size = entry.size // math.prod(entry.shape)
         return flat.reshape(-1, columns, *((size,) if size > 1 else ()))
@@ -320,21 +322,23 @@ def _of_gptq(matrix: StoredMatrix, rows: slice, columns: slice) -> AnyArray:
 
 
 def _of_awq(matrix: StoredMatrix, rows: slice, columns: slice) -> AnyArray:
-    return np.ascontiguousarray(_awq_numbers(matrix, "qweight", columns, rows).T)
+    part = PARTS[matrix.method.layout][0][0]
+    return np.ascontiguousarray(_awq_numbers(matrix, part, columns, rows).T)
 
 
 def _awq_numbers(matrix: StoredMatrix, part: str, lines: slice, rows: slice) -> NDArray[np.uint8]:
     """Unpack uint8[lines,rows] of a tensor in AWQ's order."""
     words, inside = _within(rows, 8)
     numbers = unpacked(matrix.integers(part)[lines, words], 4)[..., list(_AWQ_PLACES)]
-    return numbers.reshape(len(numbers), -1)[:, inside]
+    whole = numbers.reshape(len(numbers), -1)[:, inside]
+    return whole ^ np.uint8(8) if matrix.method.signed else whole
 
 
 def _zeros(matrix: StoredMatrix, rows: slice) -> AnyArray:
     """Unpack [groups,n], the zero points of some rows, of "gptq" and "awq"."""
     method = matrix.method
-    if method.layout == "awq":
-        return _awq_numbers(matrix, "qzeros", _ALL, rows)
+    if method.layout != "gptq":
+        return _awq_numbers(matrix, PARTS[method.layout][0][1], _ALL, rows)
     words, inside = _within(rows, 32 // method.bits)
     zeros = unpacked(matrix.integers("qzeros")[:, words], method.bits)
     zeros = zeros.reshape(len(zeros), -1)[:, inside]
@@ -351,7 +355,8 @@ _NUMBERS: dict[Layout, Callable[[StoredMatrix, slice, slice], AnyArray]] = {
     "awq": _of_awq,
     "mlx": _of_stream,
     "blocks": _of_stream,
-    "modelopt": _of_stream,
+    "fp4": _of_stream,
+    "quark": _of_awq,
     "bnb4": _of_stream,
     "bnb8": _whole_bytes,
 }

@@ -171,7 +171,10 @@ def sentence(checkpoint: Checkpoint, dtype: str) -> str:
     parts += sorted(rounded)
     other = sorted(kinds - _KINDS.keys() - small - rounded)
     parts += [f"{', '.join(other)} made q8_0"] if other else []
-    parts += [f"{kind} as the same numbers in 8 bits" for kind in sorted(small)]
+    parts += [
+        f"{kind}, in 8 bits" if kind.endswith(ROUNDED) else f"{kind} as the same numbers in 8 bits"
+        for kind in sorted(small)
+    ]
     return f"weights {', '.join(parts)}, activations 8 bits in groups of 32"
 
 
