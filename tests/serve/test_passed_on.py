@@ -8,12 +8,14 @@ import pytest
 
 from forerun.engine.request import Delta
 from forerun.options.config import ServeSettings
-from forerun.serve.answers.session import EventQueue, merged
+from forerun.serve.answers.session import EventQueue, Tally, merged
 from forerun.serve.app import create_app
-from forerun.serve.dialects.openai.completions import CompletionDialect
+from forerun.serve.dialects.openai import completions
+from forerun.serve.dialects.openai.completions import ChatDialect, CompletionDialect
 from forerun.serve.http.connection import CHUNKS
 from forerun.types import RequestId
 from tests.cli.toys import CONFIG, toy_loaded
+from tests.dialects.requests import MESSAGES
 from tests.e2e.test_two_processes import REQUESTS, constant
 from tests.worlds.servers import wait_for
 
@@ -136,6 +138,50 @@ def test_streams_are_the_same_whether_a_task_runs_for_a_delta_or_none(loaded, na
     slow, fast, never, often = on_app(loaded, scenario, **settings)
     assert events(slow) == events(fast)
     assert never == 0 and (often > 2 or len(slow) < 5)
+
+
+TEXTS = ["b", "a", "text_completion", ' "', "\\", ':"a",', "\u00e9\n", "", "data: ", "\ud800"]
+
+BODIES = {
+    "plain": {},
+    "usage": {"stream_options": {"include_usage": True}},
+    "running": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+    "timed": {"timings_per_token": True},
+    "ids": {"return_token_ids": True},
+    "lossy": {},
+    "constrained": {"regex": ".*"},
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("more", [{"prompt": 'x"', "echo": True, "n": 2}, {"messages": MESSAGES}])
+def test_kept_bytes_around_a_text_are_those_it_has(loaded, name, more, monkeypatch):
+    monkeypatch.setattr(completions, "monotonic", lambda: 1.0)
+    kind = ChatDialect if "messages" in more else CompletionDialect
+    if name == "lossy":
+        for made in ("chat_generation", "completion_generation"):
+            own = getattr(completions, made)
+            lossy = lambda *args, own=own: replace(own(*args), lossy={"single": 0.3})  # noqa: E731
+            monkeypatch.setattr(completions, made, lossy)
+
+    async def scenario(app):
+        first, second = kind(), kind()
+        generation = first.parse({**more, **BODIES[name], "stream": True}, app.state.service)
+        second.parse({**more, **BODIES[name], "stream": True}, app.state.service)
+        second._envelope = first._envelope
+        tally = Tally(generation.generation)
+        tally.began = tally.first = 0.0
+        kept = []
+        for text in (*TEXTS, *TEXTS):
+            for index in (1, 0, 0):
+                news = [(index, Delta(RequestId("one"), index, text, (65,)))]
+                tally.add(news[0][1])
+                kept.append((first.events(news, tally, False), second._chunks(news, tally, False)))
+        return kept, len(first._around)
+
+    kept, count = on_app(loaded, scenario)
+    assert [one for one, _ in kept] == [other for _, other in kept]
+    assert count == (2 if name in ("plain", "usage") else 0)
 
 
 def test_a_client_that_reads_again_gets_everything_in_order(loaded):

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from time import monotonic
 from typing import Any, ClassVar
 
+from forerun.engine.request import Delta
 from forerun.serve.answers.contract import Dialect, News, ParsedRequest
 from forerun.serve.answers.service import Service
 from forerun.serve.answers.session import Tally
@@ -12,7 +13,7 @@ from forerun.serve.bodies.fields import read
 from forerun.serve.bodies.infill import filling
 from forerun.serve.bodies.prepare import Generation, chat_generation, completion_generation
 from forerun.serve.bodies.schema import ChatBody, CompletionBody, SampledBody, StreamOptions
-from forerun.serve.bodies.wire import event
+from forerun.serve.bodies.wire import dump_json, event
 from forerun.serve.dialects.openai.render import (
     ChatFormat,
     CompletionFormat,
@@ -59,8 +60,14 @@ class OpenAIDialect(Dialect):
         self._options = body.stream_options or StreamOptions()
         self._stats, self._timed = body.speculative.stats, body.timings_per_token
         self._predicts = body.prediction is not None
-        named = generation.requests if body.return_token_ids else ()
-        self._prompt_ids = [request.prompt.tolist() for request in named]
+        self._prompt_ids = [
+            request.prompt.tolist() for request in generation.requests if body.return_token_ids
+        ]
+        self._steady = not (
+            (self._timed or self._options.continuous_usage_stats or body.return_token_ids)
+            or (generation.parser or generation.rules or generation.lossy)
+        )
+        self._around: dict[int, list[bytes]] = {}
         self._envelope = {
             "id": generation.id,
             "object": self.chunk_kind if generation.stream else self.response_kind,
@@ -76,24 +83,33 @@ class OpenAIDialect(Dialect):
 
     def events(self, news: News, tally: Tally, last: bool) -> bytes:
         """Implement Dialect.events: one chunk per choice and kind of content; the last one has the
-        usage and other extras.
+        usage and other extras. All chunks of a choice that only have text are equal around it, so
+        these bytes are kept.
         """
-        options = self._options
+        if not self._steady or last or len(news) != 1 or not _is_text(news[0][1]):
+            return self._chunks(news, tally, last)
+        ((index, delta),) = news
+        text = b":" + dump_json(delta.text)  # Within a string it would have a backslash.
+        if index in self._around:
+            return text.join(self._around[index])
+        chunk = self._chunks(news, tally, last)
+        if chunk.count(b"data: ") == chunk.count(text) == 1:
+            self._around[index] = chunk.split(text)
+        return chunk
+
+    def _chunks(self, news: News, tally: Tally, last: bool) -> bytes:
         chunks = [
             {**self._envelope, "choices": [choice]}
             for index, delta in news
             for choice in self._format.chunks(index, delta)
         ]
-        if options.include_usage:
+        if self._options.include_usage:
             chunks = [{**chunk, "usage": self._running(chunk, tally)} for chunk in chunks]
-        if last and options.include_usage:
+        if last and self._options.include_usage:
             chunks.append({**self._envelope, "choices": [], "usage": self._usage(tally)})
         if chunks and not self._begun:
             self._begun = True
-            if metadata := _metadata(tally.generation):
-                chunks[0]["metadata"] = metadata
-            if self._prompt_ids:
-                chunks[0] |= self._prompts()
+            chunks[0] |= _metadata(tally.generation) | self._prompts()
         if last and self._stats:
             chunks[-1]["metrics"] = speculation_metrics(tally.stats)
         if chunks and self._timed:
@@ -105,15 +121,12 @@ class OpenAIDialect(Dialect):
         worded = [self._format.choice(index, delta) for index, delta in choices]
         answer = {**self._envelope, "choices": worded, "usage": self._usage(tally)}
         if self._prompt_top is not None and self.response_kind == ChatDialect.response_kind:
-            tokenizer = self._served.loaded.tokenizer
-            answer["prompt_logprobs"] = prompt_entries(choices[0][1], self._prompt_top, tokenizer)
-        metadata = _metadata(tally.generation)
-        if metadata:
-            answer["metadata"] = metadata
+            answer["prompt_logprobs"] = prompt_entries(
+                choices[0][1], self._prompt_top, self._served.loaded.tokenizer
+            )
+        answer |= _metadata(tally.generation) | self._prompts()
         if self._stats:
             answer["metrics"] = speculation_metrics(tally.stats)
-        if self._prompt_ids:
-            answer |= self._prompts()
         if self._timed:
             answer["timings"] = _timings(tally)
         return answer
@@ -130,13 +143,14 @@ class OpenAIDialect(Dialect):
         if not self._options.continuous_usage_stats:
             return None
         begins = "role" in chunk["choices"][0].get("delta", ())
-        output_tokens = 0 if begins else tally.output_tokens
-        return usage(tally.prompt_tokens, output_tokens, tally.cached_tokens)
+        return usage(tally.prompt_tokens, 0 if begins else tally.output_tokens, tally.cached_tokens)
 
     def _prompts(self) -> dict[str, Any]:
-        """Return vLLM's prompt_token_ids: a list for one prompt, a list of lists for several."""
+        """Return vLLM's prompt_token_ids if requested: a list for one prompt, a list of lists for
+        several.
+        """
         ids = self._prompt_ids
-        return {"prompt_token_ids": ids[0] if len(ids) == 1 else ids}
+        return {"prompt_token_ids": ids[0] if len(ids) == 1 else ids} if ids else {}
 
     def end(self, error: ApiError | None) -> bytes:
         """Implement Dialect.end: [DONE], after an event with the error if there is one."""
@@ -187,20 +201,23 @@ class CompletionDialect(OpenAIDialect):
 
 
 def _shown(body: SampledBody, top: int | None = None) -> Shown:
-    as_ids = body.return_tokens_as_token_ids
-    return Shown(body.return_token_ids, as_ids, top, body.prompt_logprobs)
+    return Shown(body.return_token_ids, body.return_tokens_as_token_ids, top, body.prompt_logprobs)
 
 
 def _metadata(generation: Generation) -> dict[str, Any]:
-    """Return the accept thresholds if the answer may be lossy, and the keywords that were not
-    enforced.
+    """Return `metadata`: the accept thresholds if the answer may be lossy, and the keywords that
+    were not enforced. {} if there is neither.
     """
-    found: dict[str, Any] = {}
-    if generation.unenforced:
-        found["unenforced"] = list(generation.unenforced)
-    if generation.lossy:
-        found["lossy"] = generation.lossy
-    return found
+    facts = {"unenforced": list(generation.unenforced), "lossy": generation.lossy}
+    found = {name: value for name, value in facts.items() if value}
+    return {"metadata": found} if found else {}
+
+
+def _is_text(delta: Delta) -> bool:
+    """Return whether a delta adds text to a choice, and nothing else."""
+    return bool(delta.text) and not (
+        delta.finish or delta.logprobs or delta.prompt_logprobs or delta.trace
+    )
 
 
 def _echoes(body: CompletionBody, prompts: list[Ints], tokenizer: Tokenizer) -> tuple[Echo, ...]:

@@ -90,8 +90,7 @@ class ChatFormat:
         """
         found: list[Choice] = []
         if index not in self._speeches:
-            role = {"role": "assistant", "content": "", "refusal": None}
-            found.append(_chat_chunk(index, role))
+            found.append(_chat_chunk(index, {"role": "assistant", "content": "", "refusal": None}))
         parsed, logprobs = self._parse(index, news), self._logprobs(news)
         deltas: list[dict[str, Any]] = []
         if parsed.reasoning:
@@ -107,8 +106,10 @@ class ChatFormat:
         found += [_chat_chunk(index, delta) for delta in deltas]
         if news.finish is not None:
             ended = _chat_chunk(index, {}, finish=self._finish(index, news))
-            matched = matched_stop(news, self._unseen)
-            ended |= {"stop_reason": news.stop_reason, "matched_stop": matched}
+            ended |= {
+                "stop_reason": news.stop_reason,
+                "matched_stop": matched_stop(news, self._unseen),
+            }
             found.append(ended | self._thinking(index))
         if news.trace or (self._shown.ids and news.tokens):
             found = found or [_chat_chunk(index, {})]
