@@ -219,6 +219,7 @@ def layer_pieces(
     stacked = arch.family in _IN_ONE and any(n.endswith(_STACKED) for n in stored)
     rooms = {match[1] for name in stored if (match := _SWITCHED.fullmatch(name))}
     packed = any(name.endswith(f"{_STACKED}.weight") for name in stored)
+    own = {name[match.end() :] for name in stored if (match := IN_LAYER.match(name))}
     pieces = {}
     for name, shape in layer_tensors(arch, spec).items():
         piece = StoredPart(_renamed(name, arch.family), shape, shape)
@@ -240,6 +241,9 @@ def layer_pieces(
             piece = _one_above_the_other(name, piece, spec.beside, "experts")
         for room in rooms:
             piece = _switched(name, piece, spec.beside or spec.feed_forward, room)
+        for other in (name, name.replace("mlp.", "feed_forward.")):
+            if piece.stored not in own and other in own:  # MLX undoes what _RENAMED says.
+                piece = StoredPart(other, shape, shape)
         order = order_of(name, arch, spec)
         if order is not None:
             piece = replace(piece, order=order if piece.order is None else piece.order[order])

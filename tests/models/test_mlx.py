@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
@@ -23,6 +24,22 @@ PARTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 EIGHT = {"group_size": 64, "bits": 8}
 ADDED = re.compile(r".*(layernorm|[qk]_norm|model\.norm)\.weight")
 FAMILIES = ["qwen3", "gemma3_text", "phi3", "qwen3_moe", "mixtral", "qwen3_next", "lfm2"]
+FAMILIES += ["lfm2_moe", "granitemoehybrid"]
+
+
+def renamed(module, rows, family):
+    """mlx-lm's modules for one of the files, and their rows."""
+    room, _, last = module.rpartition(".")
+    shared = room.replace("shared_mlp", "mlp")
+    match last:
+        case "input_linear":
+            half = rows // 2
+            return [(f"{shared}.gate_proj", slice(half)), (f"{shared}.up_proj", slice(half, rows))]
+        case "output_linear":
+            return [(f"{shared}.down_proj", slice(rows))]
+        case "w1" | "w2" | "w3" if family == "lfm2_moe":
+            return [(f"{room}.{PARTS[last]}", slice(rows))]
+    return [(module, slice(rows))]
 
 
 def written(path, family, wrapper=""):
@@ -49,8 +66,9 @@ def written(path, family, wrapper=""):
         meant[name] = torch.from_numpy(wide)
         if match:
             stacks.setdefault(stored, []).append((int(match[2]), parts))
-        else:
-            tensors |= {f"{module}.{part}": torch.from_numpy(v) for part, v in parts.items()}
+            continue
+        for own, rows in renamed(module, len(wide), family):
+            tensors |= {f"{own}.{part}": torch.from_numpy(v[rows]) for part, v in parts.items()}
     for module, parts in stacks.items():
         whole = [each for _, each in sorted(parts, key=lambda one: one[0])]
         for part in whole[0]:
@@ -91,6 +109,30 @@ def test_the_core_keeps_the_numbers(family, tmp_path, random):
     assert "weights 4-bit integers with offsets as in the file" in core.describe()["dtype"]
     assert distance(logits_of(core, tokens), forward(made, tokens)) < SAME
     core.shutdown()
+
+
+@pytest.mark.skipif(available() is not None, reason="needs the compiled core")
+def test_what_mlx_moves_is_the_same_on_the_core(tmp_path, random):
+    """Convolutions and norms of the same numbers under their usual names: the same bits."""
+    made, _ = written(tmp_path, "qwen3_next")
+    usual = shutil.copytree(made.path, tmp_path / "usual")
+    plain, tensors = load_file(tmp_path / "plain" / "model.safetensors"), {}
+    for name, tensor in load_file(usual / "model.safetensors").items():
+        if ".switch_mlp." in name:
+            tensors |= {
+                name.replace("switch_mlp", f"experts.{expert}"): one.clone()
+                for expert, one in enumerate(tensor)
+            }
+        else:
+            packed = tensor.dtype == torch.uint32
+            tensors[name] = tensor if packed else plain.get(name, tensor)
+    save_file(tensors, usual / "model.safetensors")
+    tokens, logits = random.integers(0, tiny.VOCAB, 40), []
+    for source in (made, FolderCheckpoint(usual)):
+        core = CpuExecutor(source, limits(tiny.VOCAB, context=source.architecture.context), 2)
+        logits.append(logits_of(core, tokens))
+        core.shutdown()
+    np.testing.assert_array_equal(*logits)
 
 
 def test_a_multimodal_folder(tmp_path):

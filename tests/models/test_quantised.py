@@ -390,7 +390,8 @@ def test_a_part_is_that_of_the_whole_and_little_else_is_read(name, tmp_path):
         watched.part(*(slice(0, end) for end in cut))
         taken.append(Watched.seen)
     assert 0 < taken[1] <= 0.51 * taken[0], taken
-    assert 0 < taken[2] <= (0.6 if name.endswith(("order", "8")) else 0.55) * taken[0], taken
+    shared = name.endswith(("order", "8", "mlx-2"))  # Scales are more of them; one group is cut.
+    assert 0 < taken[2] <= (0.6 if shared else 0.55) * taken[0], taken
 
 
 @pytest.mark.parametrize(

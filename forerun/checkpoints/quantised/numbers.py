@@ -55,9 +55,11 @@ def streamed(octets: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     if bits == 8:
         return octets
     if bits in (2, 4):
-        shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        numbers = octets[..., None] >> shifts & np.uint8((1 << bits) - 1)
-        return numbers.reshape(len(octets), -1)
+        each, mask = 8 // bits, np.uint8((1 << bits) - 1)
+        numbers = np.empty((len(octets), each * octets.shape[1]), np.uint8)
+        for place in range(each):
+            numbers[:, place::each] = octets >> np.uint8(bits * place) & mask
+        return numbers
     count = octets.shape[1] * 8 // bits
     places = bits * np.arange(count)
     wide = np.pad(octets, [(0, 0), (0, 1)]).astype(np.uint16)
