@@ -8,6 +8,7 @@ import logging
 import re
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 
 from ray.exceptions import RayError
@@ -21,6 +22,7 @@ from forerun.ray.affinity import affinity_of
 from forerun.ray.asgi import Head, HttpRequest
 from forerun.ray.metrics import merged
 from forerun.ray.router import PrefixRouter
+from forerun.serve.http.errors import ClientGoneError
 from forerun.serve.http.in_flight import InFlight
 
 log = logging.getLogger("forerun.ray")
@@ -228,7 +230,7 @@ class Door(InFlight):
             response: Response = refused(503, "The server is shutting down.", "shutting_down")
             await response(scope, receive, send)
             return
-        with self.busy():
+        with self.busy(), suppress(ClientGoneError):  # One that reads nothing; its replica logs it.
             response = await self._front(Request(scope, receive))
             await response(scope, receive, send)
 

@@ -7,7 +7,11 @@ import pytest
 
 pytest.importorskip("ray")
 
+from starlette.responses import StreamingResponse
+
+from forerun.options.config import ServeSettings
 from forerun.ray import front
+from forerun.serve.http.errors import ClientGoneError
 
 
 class Cancelled(Exception):
@@ -45,3 +49,32 @@ def test_a_client_that_goes_first_leaves_no_error_behind():
 
     assert asyncio.run(run()) is None
     assert answer.cancelled and not left
+
+
+@pytest.mark.parametrize("version", ["2.3", "2.4"])
+def test_a_client_that_reads_nothing_is_no_error_of_the_door(version):
+    """Its connection raises where it would wait for ever; the replica gets its disconnect."""
+    ended = []
+
+    async def parts():
+        try:
+            while True:
+                yield b"a"
+        finally:
+            ended.append(True)
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            raise ClientGoneError("it read nothing of the answer for 3 s")
+
+    async def run():
+        async def answers(_):
+            return StreamingResponse(parts())
+
+        door = front.Door(answers, ServeSettings())
+        scope = {"type": "http", "asgi": {"spec_version": version}, "headers": []}
+        await door(scope, asyncio.Event().wait, send)
+        assert await door.drain(0.0), "it is busy with nothing"
+
+    asyncio.run(run())
+    assert ended == [True]
