@@ -91,10 +91,10 @@ _HARMLESS = re.compile(
     | lr | minmax_lr | amp | enable_(quanted_input|minmax_tuning|norm_bias_tuning) | sampler
     | gradient_accumulate_steps | to_quant_block_names | quant_block_list | not_use_best_mse
     | dynamic_max_gap | scale_dtype | supported_types | model_free
-    # which kernels somebody used
+    # which kernels were used
     | backend | use_exllama | exllama_config | disable_exllama | use_cuda_fp16 | max_input_length
     | do_fuse | fuse_max_seq_len | modules_to_fuse
-    # who wrote it
+    # which program wrote it
     | .*version | quantization_status | global_compression_ratio | scale_fmt
     # which modules are left out: their tensors say so too
     | modules_to(_not)?_convert | ignored_layers | ignore | modules_in_block_to_quantize | dynamic

@@ -46,7 +46,7 @@ def kind_of(matrix: Grouped | None) -> str:
 
 
 def _halves(part: AnyArray | None, repeat: int) -> NDArray[np.uint8]:
-    """Return uint8[rows,groups*repeat,2], numbers of groups as float16, each so many times."""
+    """Return uint8[rows,groups*repeat,2], a number of each group as float16, `repeat` times."""
     assert part is not None
     return np.repeat(part.astype(np.float16), repeat, 1)[..., None].view(np.uint8)
 
