@@ -280,6 +280,7 @@ class EventQueue:
                     return
             except Exception as error:  # noqa: BLE001 - `take` raises it.
                 self.fail(error)
+                return  # They may be counted already.
         self._news += deltas
         if len(self._news) >= self._merge_at:
             self._news = merged(self._news)
